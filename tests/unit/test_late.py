@@ -356,7 +356,7 @@ def test_flags_of_other_vectors_are_refused(folder: Path) -> None:
         with refused("flag_of_other_form", flag=flag, form="bi", own="late"):
             writer_of(task, **{**how, **given})
     for factor in (float("nan"), float("inf")):
-        with refused("factor_not_finite", factor=factor):
+        with refused("limit_finite", flag="--pool_factor", value=factor):
             writer_of(task, **{**how, "factor": factor})
 
 

@@ -36,6 +36,7 @@ from trainer.data.order import (
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
+from trainer.protocol.abilities import RankPlace
 from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -248,6 +249,34 @@ def test_a_global_batch_that_cannot_be_dealt_names_the_nearest_that_can(
 def test_a_rank_outside_the_world_is_refused(numbers: tuple[int, int, int, int]) -> None:
     with refused("rank_outside_world"):
         Sharding(*numbers)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_neighbours_that_share_rows_get_the_rows_of_one_rank(
+    micro: int, groups: int, sharing: int, by_tokens: bool
+) -> None:
+    """And other groups get other rows: those that as many ranks would get by themselves."""
+    lengths = _packed(_lengths(48, 5))
+    tokens = 60 if by_tokens else None
+    alone = [Sharding(4 * micro * groups, micro, groups, rank) for rank in range(groups)]
+    world = groups * sharing
+    for rank in range(world):
+        one = alone[rank // sharing]
+        shared = replace(one, world=world, rank=rank, sharing=sharing)
+        assert (shared.accumulation, shared.place) == (
+            one.accumulation,
+            RankPlace(rank % sharing, sharing),
+        )
+        own, want = (
+            window_rows(1, lengths=lengths, sharding=replace(each, micro_tokens=tokens), seed=3)
+            for each in (shared, one)
+        )
+        assert all(map(np.array_equal, own, want))
+
+
+def test_a_world_that_is_no_multiple_of_the_ranks_of_a_row_is_refused() -> None:
+    with refused("rank_outside_world"):
+        Sharding(8, 1, 3, 0, sharing=2)
 
 
 # Token budgets and buckets

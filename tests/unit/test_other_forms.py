@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import forked
 from tests.facts import experiment, write_facts
 from tests.vector_folders import write_vectors
-from tests.wording import refused
+from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data.readers.rankings import read_run
 from trainer.protocol.task import Places
@@ -85,11 +85,11 @@ def test_a_model_without_its_head_is_no_base_and_no_model(
         tensors = load_file(file)
         tensors.pop(lost)
         save_file(tensors, file, metadata={"format": "pt"})
-    code = ("pooler_absent",) if form == "bi" else ("head_lost",)
-    fields: dict[str, Any] = {} if form == "bi" else {"folder": damaged, "form": form}
-    with refused(*code, **fields):
+    lacks = fault("head_lost", folder=damaged, form=form)
+    wanted = fault("pooler_absent") if form == "bi" else lacks
+    with refused(wanted):
         loaded(folder, form, base=str(damaged)).model()
-    with refused(*code, **fields):
+    with refused(wanted):
         loaded(folder, form).load_export(damaged)
 
 
@@ -115,11 +115,18 @@ def test_a_model_of_another_tokenizer_is_refused(form: str, folder: Path, tmp_pa
         loaded(folder, form).load_export(tmp_path / form)
 
 
-@pytest.mark.parametrize("form", ["cross", "late", "sparse"])
-def test_topics_by_the_vectors_of_a_model_are_of_dense_retrievers(form: str, folder: Path) -> None:
-    code = "batches_without_negatives" if form == "cross" else "topics_of_no_vectors"
-    fields = {} if form == "cross" else {"form": form}
-    with refused(code, **fields):
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ("cross", fault("batches_without_negatives")),
+        ("late", fault("topics_of_no_vectors", form="late")),
+        ("sparse", fault("topics_of_no_vectors", form="sparse")),
+    ],
+)
+def test_topics_by_the_vectors_of_a_model_are_of_dense_retrievers(
+    form: str, wanted: Fault, folder: Path
+) -> None:
+    with refused(wanted):
         loaded(folder, form, data={"batches": {"topics": {"by": "model"}}})
 
 

@@ -193,6 +193,11 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
 
     if target.rates is None or target.device is None:
         raise ConfigError(f"--fastest: {target.no_time}")
+    if subject.sharding.sharing > 1:
+        raise ConfigError(
+            f"--fastest with sequence_parallel_size={subject.sharding.sharing}: it tries the files "
+            "of ds_configs/, in which no devices share rows. Plan without --fastest."
+        )
     world = target.cluster.world
     with measuring(answer_all):
         all_ways = ways(

@@ -463,6 +463,13 @@ class Experiment(Strict):
         return False
 
     @property
+    def unshared(self) -> str | None:
+        """Why neighbouring ranks cannot share the tokens of a row; None: nothing in the dictionary
+        speaks against it.
+        """
+        return f"task {self.task!r} reads each row on one rank"
+
+    @property
     def freezes_base(self) -> bool:
         """Whether the base's own weights stay as they are."""
         return self.lora is not None

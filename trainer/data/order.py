@@ -1,4 +1,4 @@
-"""Which rows each rank and micro-batch of a step trains on: f(seed, step, world).
+"""Which rows each rank and micro-batch of a step trains on: f(seed, step, groups of ranks).
 
 A step takes the next `global_batch` rows of its epoch (epochs.py); with `bucket_steps`, the rows of
 several steps are first sorted by length, so that a step has rows of similar length; with an
@@ -32,7 +32,7 @@ from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
-from trainer.protocol.abilities import ArrangesRows, Packs, Shapes
+from trainer.protocol.abilities import ArrangesRows, Packs, RankPlace, Shapes, shared
 from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Task
 from trainer.runtime import distributed
 
@@ -47,19 +47,22 @@ _POLL_S = 0.1  # how soon a waiting collation thread notices that its reader has
 class Sharding:
     """How the rows of one optimizer step are distributed over ranks and micro-batches.
 
-    Raises ConfigError when micro_batch x world does not divide global_batch.
+    Neighbouring ranks that share the tokens of a row are a group, which gets the same rows. Without
+    sharing, each rank is a group. Raises ConfigError when micro_batch x groups does not divide
+    global_batch.
     """
 
     global_batch: int  # rows per optimizer step, over all ranks
-    micro_batch: int  # rows per rank and forward; with micro_tokens the maximum
+    micro_batch: int  # rows per group and forward; with micro_tokens the maximum
     world: int
     rank: int
-    # the most tokens per rank and forward, padding included; a longer row is alone in its batch
+    # the most tokens per group and forward, padding included; a longer row is alone in its batch
     micro_tokens: int | None = None
     # the rows of this many steps are sorted by length before they are cut into steps
     bucket_steps: int = 1
     is_whole: bool = False  # every row of an epoch is trained on (train.epochs)
     mix: Mix | None = None  # the rows have several sources (data.mix)
+    sharing: int = 1  # ranks of a group
 
     def __post_init__(self) -> None:
         least = min(
@@ -69,14 +72,17 @@ class Sharding:
             self.bucket_steps,
             self.micro_tokens or 1,
         )
-        if least < 1 or not 0 <= self.rank < self.world:
-            raise ConfigError(f"{self}: want numbers of at least 1, and 0 <= rank < world.")
-        together = self.micro_batch * self.world
+        if least < 1 or not 0 <= self.rank < self.world or self.world % self.sharing:
+            raise ConfigError(
+                f"{self}: want numbers of at least 1, 0 <= rank < world, and a world that sharing "
+                "divides."
+            )
+        together = self.micro_batch * self.groups
         if self.global_batch % together:
             below = max(1, self.global_batch // together) * together
             raise ConfigError(
                 f"train.global_batch={self.global_batch} is not a multiple of "
-                f"micro_batch={self.micro_batch} x world={self.world} = {together}.\nUse {below} "
+                f"micro_batch={self.micro_batch} x world={self.groups} = {together}.\nUse {below} "
                 f"or {below + together}, or another micro_batch."
             )
 
@@ -92,9 +98,24 @@ class Sharding:
         return Epochs(num_rows, self.global_batch, seed, self.is_whole)
 
     @property
+    def groups(self) -> int:
+        """How many groups have rows of their own."""
+        return self.world // self.sharing
+
+    @property
+    def group(self) -> int:
+        """The number of this rank's group."""
+        return self.rank // self.sharing
+
+    @property
+    def place(self) -> RankPlace:
+        """This rank's place in its group."""
+        return RankPlace(self.rank % self.sharing, self.sharing)
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and optimizer step; with micro_tokens the minimum."""
-        return self.global_batch // (self.micro_batch * self.world)
+        """Micro-batches per group and optimizer step; with micro_tokens the minimum."""
+        return self.global_batch // (self.micro_batch * self.groups)
 
 
 @dataclass(frozen=True)
@@ -181,17 +202,17 @@ def window_rows(
     step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
 ) -> list[np.ndarray]:
     """The rows of this rank at `step`: an array of row numbers for each micro-batch, the longest
-    rows first. It is the rank's part of windows_of_ranks.
+    rows first. It is the part of its group in windows_of_ranks.
     """
     every = windows_of_ranks(step, lengths=lengths, sharding=sharding, seed=seed)
-    return [of_ranks[sharding.rank] for of_ranks in every]
+    return [of_groups[sharding.group] for of_groups in every]
 
 
 def windows_of_ranks(
     step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
 ) -> list[np.ndarray] | list[list[np.ndarray]]:
-    """The rows of every rank for each micro-batch of `step`; without micro_tokens each is an array
-    of shape (world, micro_batch). Together they are the rows of bucketed_step_rows.
+    """The rows of every group of ranks for each micro-batch of `step`; without micro_tokens each is
+    an array of shape (groups, micro_batch). Together they are the rows of bucketed_step_rows.
 
     The rows of the step are sorted by kind and length first. So a micro-batch has rows of similar
     length and little padding, and the ranks have neighbouring rows at the same time. All ranks get
@@ -207,7 +228,7 @@ def windows_of_ranks(
         epochs=sharding.epochs(len(sizes), seed, sizes.sources),
         bucket_steps=sharding.bucket_steps,
     )
-    ranked, world = _longest_first(rows, sizes), sharding.world
+    ranked, world = _longest_first(rows, sizes), sharding.groups
     if sharding.micro_tokens is not None:
         cuts = _cut_by_tokens(ranked, sizes, sharding)
         return [cuts[start : start + world] for start in range(0, len(cuts), world)]
@@ -235,7 +256,7 @@ def _evenly(rows: np.ndarray, tokens: np.ndarray, *, world: int) -> np.ndarray:
 
 def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list[np.ndarray]:
     """Cut ranked rows into micro-batches of one kind that respect micro_tokens and micro_batch.
-    The number of micro-batches is a multiple of world.
+    The number of micro-batches is a multiple of the groups.
     """
     assert sharding.micro_tokens is not None
     axes_NA, kinds_N = sizes.axes_NA[ranked], sizes.kinds_N[ranked]
@@ -251,7 +272,7 @@ def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list
             starts.append(place)
             widest_A, real = axes_NA[place], int(axes_NA[place].sum())
     cuts = np.split(ranked, starts[1:])
-    while len(cuts) % sharding.world:
+    while len(cuts) % sharding.groups:
         index = max(range(len(cuts)), key=lambda i: len(cuts[i]))
         half = (len(cuts[index]) + 1) // 2
         cuts[index : index + 1] = [cuts[index][:half], cuts[index][half:]]
@@ -345,7 +366,8 @@ class _Collation:
         for numbers in rows:
             epochs = self.epochs.epochs_of(step, numbers).tolist()
             pairs = zip(numbers.tolist(), epochs, strict=True)
-            batches.append(self.task.collate([self._row(step, *pair) for pair in pairs]))
+            batch = self.task.collate([self._row(step, *pair) for pair in pairs])
+            batches.append(shared(self.task, batch, self.sharding.place))
         units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches])
         batches = [distributed.pin_batch(batch) for batch in batches]
         sources = self._sources(batches, rows, units)

@@ -32,7 +32,7 @@ def _words_found(queries: Any, corpora: Sequence[Any], *, depth: int) -> Hits:
 
 
 @dataclass(frozen=True)
-class Form:
+class VectorForm:
     """What makes, keeps and compares the vectors of a form."""
 
     store: Any  # its module: write, encoder_of, shard_rows
@@ -41,20 +41,22 @@ class Form:
     search: _Search
 
 
-def form_of(task: Any) -> Form | None:
+def form_of(task: Any) -> VectorForm | None:
     """The form of a task; None for one that makes a vector of a text, or none."""
     if isinstance(task, EmbedsTokens):
         own = {"mean": task.late.mean, "pool_factor": 1.0}
-        return Form(token_embeddings, token_embeddings.TokenPlan, own, token_search.search)
+        return VectorForm(token_embeddings, token_embeddings.TokenPlan, own, token_search.search)
     if isinstance(task, EmbedsWords):
-        return Form(word_weights, word_weights.WordPlan, {}, _words_found)
+        return VectorForm(word_weights, word_weights.WordPlan, {}, _words_found)
     return None
 
 
 class TrainedSearcher:
     """MTEB's SearchProtocol. Vectors lie in a folder until the next corpus comes."""
 
-    def __init__(self, form: Form, task: Any, model: nn.Module, *, batch: int, meta: Any) -> None:
+    def __init__(
+        self, form: VectorForm, task: Any, model: nn.Module, *, batch: int, meta: Any
+    ) -> None:
         self._form, self._task, self._model, self._batch = form, task, model, batch
         self.mteb_model_meta = meta
         self._names: list[str] = []

@@ -199,6 +199,7 @@ def _first_that_fits(
 ) -> tuple[str, int] | None:
     """The first file under which the longest rows fit, without recomputation if possible."""
     train, world = run.plan.cfg.train, run.plan.sharding.world
+    groups = run.plan.sharding.groups
     recomputed = train.gradient_checkpointing
     for how in (False, True) if recomputed == AUTO else (recomputed,):
         subject = recomputing(run.subject(), how)
@@ -210,7 +211,7 @@ def _first_that_fits(
                 continue
             rows = train.micro_batch
             if _picks_rows(run):
-                rows = largest_divisor(train.global_batch // world, most_rows)
+                rows = largest_divisor(train.global_batch // groups, most_rows)
             logger.info(
                 "memory: %s with micro-batches of %d, for %d of the longest rows fit",
                 preset,

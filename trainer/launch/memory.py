@@ -25,6 +25,7 @@ from trainer.plan.memory.measure import MeasuringError, measuring
 from trainer.plan.memory.plan import MemoryPlan, make
 from trainer.plan.memory.planned_rows import Specimens
 from trainer.plan.time.target import target_of
+from trainer.protocol.abilities import shared
 from trainer.protocol.task import DRAW, EPOCH, STEP
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory, to_device
@@ -143,7 +144,8 @@ def rehearse(
     ]
     module = engine.model.module
     weights = list(trainable(module).values())
-    trained = task.collate(rows)
+    place = run.plan.sharding.place
+    trained = shared(task, task.collate(rows), place)
     with name_batch_when_out_of_memory([trained]):
         for loss in task.losses(module, [to_device(trained)]):
             with _drop_gradients(weights):
@@ -152,6 +154,7 @@ def rehearse(
             del loss
     engine.eval()
     evaluated = task.collate([valid[row % len(valid)] for row in evaluated_rows])
+    evaluated = shared(task, evaluated, place)
     with torch.no_grad(), name_batch_when_out_of_memory([evaluated]):
         task.scores(engine.model, to_device(evaluated))
     engine.train()

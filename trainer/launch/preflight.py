@@ -39,7 +39,7 @@ from trainer.models.optimizers import saved_nbytes
 from trainer.models.optimizers.rates import freeze_whole, places, rules
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
-from trainer.protocol.abilities import Answers, LearnsFromTeacher, Mixes
+from trainer.protocol.abilities import Answers, LearnsFromTeacher, Mixes, refuse_sharing
 from trainer.protocol.task import DRAW, EPOCH, STEP, Encoded, Places
 from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
@@ -91,6 +91,7 @@ def look(plan: RunPlan, options: Options, *, earlier: Collection[str] = ()) -> F
         (findings.warnings if is_awaited else findings.problems).append(str(error))
     try:
         task = tasks.load(plan.cfg, options.places)
+        refuse_sharing(task, plan.sharding.sharing)
         if isinstance(task, LearnsFromTeacher):
             task.teacher_fingerprint()
         findings.parameters, problems = _of_model(plan, options.places, task)
@@ -197,6 +198,7 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
             problems.append(f"--strict: {doubt}")
         else:
             log.warning("%s", doubt)
+    refuse_sharing(task, plan.sharding.sharing)
     if not has_begun(plan):
         problems += _of_model(plan, options.places, task)[1]
     if problems:

@@ -152,6 +152,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     begin_stream(stores["train"], plan, newest, num_proc=options.num_proc)
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
+    distributed.make_neighbours(plan.sharding.sharing)
     lap("rows")
     if not is_streamed(task):
         say_steps(plan, sizes_of(stores["train"], task))

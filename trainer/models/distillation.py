@@ -20,7 +20,11 @@ from trainer.config.origin.teacher import DivergenceName
 
 # N positions, V vocabulary, K likeliest tokens, C classes: K, and one more if K < V
 
-_IDS, _LOGPS, _REST = "teacher_ids", "teacher_logps", "teacher_rest"  # of a batch
+_IDS, _LOGPS, _REST = TEACHER_FIELDS = (  # of a batch
+    "teacher_ids",
+    "teacher_logps",
+    "teacher_rest",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def teacher_fields(ids_NK: Tensor, logps_NK: Tensor, rest_N: Tensor) -> dict[str
 
 def without_teacher(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch without teacher_fields, for models that take no tensor they do not know."""
-    return {name: one for name, one in batch.items() if name not in (_IDS, _LOGPS, _REST)}
+    return {name: one for name, one in batch.items() if name not in TEACHER_FIELDS}
 
 
 def likeliest(logits_NV: Tensor, how: DistillationTerms, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.auto import with_micro_batch, with_recomputation, with_steps
+from trainer.config.deepspeed_config import sequence_ranks
 from trainer.config.schema import steps_between
 from trainer.data.mixed.store import sources_in
 from trainer.errors import CheckpointError, ConfigError
@@ -21,6 +22,7 @@ from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
 from trainer.launch.prepare import prepare
 from trainer.launch.start import start as start_run
+from trainer.launch.together import run_together as together
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.chain import PROOF, damage
@@ -82,6 +84,16 @@ class Replay:
     differing: list[list[Any]]  # [step, the run's line, this one's] of the others, in order
     then: dict[str, str]  # what the checkpoint was made with
     now: dict[str, str]
+
+
+def refuse_together(folder: Path) -> None:
+    """ConfigError for a run that was trained with others on one base."""
+    if (folder / together.FILE).exists():
+        raise ConfigError(
+            f"{folder}: it was trained with others on one base (--together), so that its last bits "
+            "depend on the lengths of their rows. Got --replay, want its lines checked alone: "
+            "leave --replay and --from out."
+        )
 
 
 def starts(folder: Path, *, world: int) -> list[int]:
@@ -193,9 +205,14 @@ def as_it_ran(plan: RunPlan) -> RunPlan:
     world = (
         plan.sharding.world
     )  # the file is that of the last start, which may have had other flags
-    accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * world)
+    sharing = sequence_ranks(ds)
+    if world % sharing:
+        sharing = ds["sequence_parallel_size"] = 1
+    groups = world // sharing
+    accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * groups)
     ds["gradient_accumulation_steps"] = accumulation
-    return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
+    sharding = replace(plan.sharding, micro_batch=rows, sharing=sharing)
+    return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
 
 
 def worlds(proofs: dict[int, str]) -> Iterator[tuple[int, int, int]]:

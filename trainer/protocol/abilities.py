@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from trainer.errors import ConfigError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -413,6 +415,53 @@ class Packs(Protocol):
     def is_packed(self) -> bool:
         """Whether this experiment packs its micro-batches."""
         ...
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The place of a rank among the neighbours that share the tokens of a row."""
+
+    number: int = 0
+    ranks: int = 1
+
+
+ALONE = RankPlace()
+
+
+@runtime_checkable
+class SharesRows(Protocol):
+    """The ability to divide the tokens of a batch among neighbouring ranks (sequence
+    parallelism).
+    """
+
+    def sharing_problems(self, ranks: int) -> list[str]:
+        """Why so many ranks cannot share a row of this experiment, a sentence for each reason; []:
+        they can.
+        """
+        ...
+
+    def share(self, batch: Batch, place: RankPlace) -> Batch:
+        """What the rank at this place reads of a batch from `collate`. The losses and units of all
+        places add up to those of the batch.
+        """
+        ...
+
+
+def refuse_sharing(task: Task, ranks: int) -> None:
+    """ConfigError where so many ranks cannot share a row."""
+    if ranks > 1:
+        assert isinstance(task, SharesRows), "training/run_plan.py refuses others"
+        problems = task.sharing_problems(ranks)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+def shared(task: Task, batch: Batch, place: RankPlace) -> Batch:
+    """What the rank at this place reads of a batch: the batch itself where rows are not shared."""
+    if place.ranks == 1:
+        return batch
+    assert isinstance(task, SharesRows), "training/run_plan.py refuses others"
+    return task.share(batch, place)
 
 
 @runtime_checkable

@@ -37,6 +37,7 @@ GROUP_TIMEOUT_S = 1800.0
 PATIENCE_S = 24 * 3600.0
 _timeout = timedelta(seconds=GROUP_TIMEOUT_S)  # of collectives; init() sets it
 _side_group: dist.ProcessGroup | None = None
+_neighbours: dict[int, dist.ProcessGroup] = {}  # by how many share rows: this rank's group
 _thread = threading.local()
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -153,6 +154,29 @@ def make_side_group() -> None:
         group = dist.new_group(backend="gloo", timeout=_timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
         _side_group = group
+
+
+def make_neighbours(ranks: int) -> None:
+    """Make the groups of so many neighbouring ranks that share rows, once. A collective.
+
+    ranks: divides world().
+    """
+    if ranks == 1 or ranks in _neighbours:
+        return
+    for first in range(0, world(), ranks):
+        group = dist.new_group(list(range(first, first + ranks)), timeout=_timeout)
+        if first <= rank() < first + ranks:
+            assert isinstance(group, dist.ProcessGroup), "this rank belongs to it"
+            _neighbours[ranks] = group
+
+
+def exchanged(parts: Tensor) -> Tensor:
+    """(P, ...) contiguous, part p for the p-th of P neighbours that share rows -> (P, ...): the
+    part that each of them had for this rank. A collective of the neighbours.
+    """
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=_neighbours[len(parts)])
+    return received
 
 
 @contextlib.contextmanager
@@ -349,6 +373,7 @@ def leave_group() -> None:
     """Destroy every process group, although other ranks may be gone; init() may follow."""
     global _side_group
     _side_group = None
+    _neighbours.clear()
     if has_group():
         abort()
     if has_group():  # nothing is left of an NCCL group by now
@@ -361,6 +386,7 @@ def end_group() -> None:
     """
     global _side_group, _leaves_alone
     _side_group, _leaves_alone = None, False
+    _neighbours.clear()
     if has_group():
         dist.destroy_process_group()
 
@@ -419,8 +445,9 @@ def on_main(action: Callable[[], T]) -> T:
         if cause is not None:
             outcome = {"error": type(cause).__name__, "text": str(cause)}
     outcome = broadcast(outcome)
+    if cause is None and "error" in outcome:
+        cause = getattr(errors, outcome["error"], errors.LatheError)(outcome["text"])
     if cause is not None:
+        cause.is_of_all_ranks = True
         raise cause
-    if "error" in outcome:
-        raise getattr(errors, outcome["error"], errors.LatheError)(outcome["text"])
     return outcome["result"]

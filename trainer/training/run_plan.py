@@ -61,7 +61,7 @@ def plan(
     """Check an experiment against its schema, its DeepSpeed file and the world size.
 
     Touches no disk but to read. may_be_smaller: a micro-batch that this world cannot deal evenly
-    is taken smaller, for a run that has lost ranks.
+    is taken smaller, for a run that may lose ranks.
     """
     name = exp_id(values)
     data = options.data_path
@@ -71,11 +71,16 @@ def plan(
     refuse_missing(getattr(cfg, "data", None), data)
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
         cfg = with_micro_batch(cfg, 1)
-    if may_be_smaller and cfg.train.global_batch % world == 0:
-        rows = range(cfg.train.micro_batch, 0, -1)
-        each = cfg.train.global_batch // world
-        cfg = with_micro_batch(cfg, next(count for count in rows if each % count == 0))
-    train = cfg.train
+    if may_be_smaller:
+        cfg = _with_fewer_rows(cfg, world)
+    train, file = cfg.train, placeholder(options.deepspeed or cfg.deepspeed, cfg)
+    ds = deepspeed_config.build(
+        _preset(file, cfg, may_lose_ranks=may_be_smaller),
+        train=train,
+        optim=cfg.optim,
+        world=world,
+        source=f"DeepSpeed file {file!r} with experiment {name}",
+    )
     sharding = Sharding(
         train.global_batch,
         train.micro_batch,
@@ -85,18 +90,36 @@ def plan(
         bucket_steps=train.bucket_steps,
         is_whole=train.epochs is not None,
         mix=Mix.of(getattr(cfg, "data", None)),
-    )
-    file = placeholder(options.deepspeed or cfg.deepspeed, cfg)
-    ds = deepspeed_config.build(
-        deepspeed_config.read(file),
-        train=train,
-        optim=cfg.optim,
-        world=world,
-        source=f"DeepSpeed file {file!r} with experiment {name}",
+        sharing=deepspeed_config.sequence_ranks(ds),
     )
     _refuse_late_stop(options.until, train.steps)
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
+
+
+def _with_fewer_rows(cfg: Experiment, world: int) -> Experiment:
+    """The experiment with the largest micro-batch up to its own that so many ranks can deal evenly;
+    unchanged where there is none.
+    """
+    if cfg.train.global_batch % world:
+        return cfg
+    each = cfg.train.global_batch // world
+    rows = range(cfg.train.micro_batch, 0, -1)
+    return with_micro_batch(cfg, next(count for count in rows if each % count == 0))
+
+
+def _preset(file: str, cfg: Experiment, *, may_lose_ranks: bool) -> dict[str, Any]:
+    """The DeepSpeed file. ConfigError where it lets ranks share rows in a run that cannot do so."""
+    preset = deepspeed_config.read(file)
+    ranks = deepspeed_config.sequence_ranks(preset)
+    why = "--survive goes on with any number of ranks" if may_lose_ranks else cfg.unshared
+    if ranks > 1 and why is not None:
+        raise ConfigError(
+            f"sequence_parallel_size={ranks} in the DeepSpeed file: {why}. Only task causal_lm on "
+            "rows of files shares a row among ranks. Delete the key, or use another --deepspeed "
+            "(docs/long-rows.md)."
+        )
+    return preset
 
 
 def _no_folder(data: Path) -> str:

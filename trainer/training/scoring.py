@@ -21,7 +21,16 @@ from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores, scores_by_dataset
-from trainer.protocol.abilities import GREEDY, Answers, JudgesAnswers, Search, question_of
+from trainer.protocol.abilities import (
+    ALONE,
+    GREEDY,
+    Answers,
+    JudgesAnswers,
+    RankPlace,
+    Search,
+    question_of,
+    shared,
+)
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
@@ -63,21 +72,24 @@ def evaluate(
     batch: int,
     num_rows: int | None = None,
     stop: Callable[[], None] | None = None,
+    place: RankPlace = ALONE,
 ) -> dict[str, float]:
     """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on
     any ranks.
 
     Random state is put back afterwards, so evaluating never changes what is trained next. stop: is
-    called before every batch, equally often on all ranks, and raises to end the evaluation.
+    called before every batch, equally often on all ranks, and raises to end the evaluation. place:
+    of this rank among those that share a row.
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
-        collated = task.collate([store[row] for row in rows])
+        collated = shared(task, task.collate([store[row] for row in rows]), place)
         with name_batch_when_out_of_memory([collated]):
             return task.scores(model.model, to_device(collated))
 
     with _evaluation(model):
-        return _merge(scores, store, num_rows, batch=batch, stop=stop)
+        how: dict[str, Any] = {"batch": batch, "stop": stop, "sharing": place.ranks}
+        return _merge(scores, store, num_rows, **how)
 
 
 @torch.no_grad()
@@ -227,6 +239,7 @@ def _merge(
     *,
     batch: int,
     stop: Callable[[], None] | None = None,
+    sharing: int = 1,
 ) -> dict[str, float]:
     """`scores(rows)` over the first rows of a store and all ranks as numbers, each row counted
     once. Of a mix, those of each source as well, "loss_general": its rows share no batch with
@@ -241,7 +254,8 @@ def _merge(
         def of_part(places: list[int], first: int = rows.start) -> Mapping[str, Any]:
             return scores([first + place for place in places])
 
-        of_source = _sum_scores(of_part, lengths[of_rows], batch=batch, stop=stop)
+        how: dict[str, Any] = {"batch": batch, "stop": stop, "sharing": sharing}
+        of_source = _sum_scores(of_part, lengths[of_rows], **how)
         for name, score in of_source.items():
             total[name] = total[name] + score if name in total else score
         if source is not None:
@@ -263,12 +277,14 @@ def _sum_scores(
     *,
     batch: int,
     stop: Callable[[], None] | None = None,
+    sharing: int = 1,
 ) -> dict[str, Ratio | GatheredValues]:
-    """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
+    """`scores(rows)` merged over all rows and ranks; all ranks call it equally often. sharing: so
+    many neighbours get the same rows.
+    """
     totals: dict[str, Ratio | GatheredValues] = {}
-    shares = evaluation_batches(
-        len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
-    )
+    groups = {"world": distributed.world() // sharing, "rank": distributed.rank() // sharing}
+    shares = evaluation_batches(len(lengths), lengths, batch=batch, **groups)
     for rows, counted in shares:
         if stop is not None:
             stop()

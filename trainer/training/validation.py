@@ -132,7 +132,8 @@ def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> d
     """Every metric over the first `count` rows of a validation set, or all of them."""
     task, store = session.task, rows.store
     num_rows = min(count, len(store))
-    scores = evaluate(session.engine, task, store, batch=batch, num_rows=num_rows)
+    how: dict[str, Any] = {"batch": batch, "place": session.sharding.place}
+    scores = evaluate(session.engine, task, store, num_rows=num_rows, **how)
     questions = rows.questions[:count]
     if questions and isinstance(task, Answers):
         of_answers, answers = answer(session.engine, task, store, questions, batch=batch)
@@ -286,11 +287,12 @@ def _scores(session: Session, rows: ValidSet, step: int | None) -> dict[str, flo
     engine, task, train = session.engine, session.task, session.cfg.train
     batch = train.eval_batch or train.micro_batch
     stop = functools.partial(_stop_if_asked, session)
-    scores = evaluate(engine, task, rows.store, batch=batch, stop=stop)
+    how: dict[str, Any] = {"batch": batch, "stop": stop}
+    scores = evaluate(engine, task, rows.store, place=session.sharding.place, **how)
     if not rows.questions:
         return scores
     assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-    of_answers, answers = answer(engine, task, rows.store, rows.questions, batch=batch, stop=stop)
+    of_answers, answers = answer(engine, task, rows.store, rows.questions, **how)
     pairs = zip(rows.questions, answers[:SHOWN_ANSWERS], strict=False)
     if step is not None:
         session.record.answers(

@@ -536,8 +536,8 @@ FAULTS = [
     # Data order
     Fault(
         "trainer/data/order.py",
-        "[of_ranks[sharding.rank] for of_ranks in every]",
-        "[of_ranks[0] for of_ranks in every]",
+        "[of_groups[sharding.group] for of_groups in every]",
+        "[of_groups[0] for of_groups in every]",
         why="all ranks train on the rows of rank 0",
         tests=WINDOWS,
     ),

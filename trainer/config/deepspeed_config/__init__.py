@@ -6,8 +6,14 @@ numbers that disagree are refused with both sources.
 """
 
 from trainer.config.deepspeed_config.build import build
-from trainer.config.deepspeed_config.check import Config
-from trainer.config.deepspeed_config.engine import for_engine, offload_device, precision, summary
+from trainer.config.deepspeed_config.check import Config, sequence_ranks
+from trainer.config.deepspeed_config.engine import (
+    for_engine,
+    num_ranks,
+    offload_device,
+    precision,
+    summary,
+)
 from trainer.config.deepspeed_config.files import PRESETS, read
 
 __all__ = [
@@ -15,8 +21,10 @@ __all__ = [
     "Config",
     "build",
     "for_engine",
+    "num_ranks",
     "offload_device",
     "precision",
     "read",
+    "sequence_ranks",
     "summary",
 ]

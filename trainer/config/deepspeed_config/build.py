@@ -12,8 +12,10 @@ from trainer.config.deepspeed_config.check import (
     BATCH_KEYS,
     FROM_HIDDEN_SIZE,
     OPTIM_KEYS,
+    SEQUENCE_KEY,
     Config,
     mistakes,
+    sequence_ranks,
 )
 from trainer.config.deepspeed_config.stages import refusals
 from trainer.config.schema import Optim, Train
@@ -34,10 +36,10 @@ def build(
     """The complete DeepSpeed dictionary: no "auto" left; batches, clipping, precision and stage
     always stated.
 
-    world: data-parallel devices. source: the file that `preset` came from, for the messages.
-    hidden_size: of the base, needed only when a bucket size is "auto". A scheduler block whose
-    parameters are all "auto" is dropped, for the loop owns the schedule; any other is refused.
-    Raises ConfigError with every mistake at once.
+    world: all devices, those that share rows, too. source: the file that `preset` came from, for
+    the messages. hidden_size: of the base, needed only when a bucket size is "auto". A scheduler
+    block whose parameters are all "auto" is dropped, for the loop owns the schedule; any other is
+    refused. Raises ConfigError with every mistake at once.
     """
     _refuse(source, mistakes(preset))
     config = copy.deepcopy(preset)
@@ -89,7 +91,15 @@ def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
     return []
 
 
-def _batches(config: Config, train: Train, world: int) -> list[str]:
+def _batches(config: Config, train: Train, ranks: int) -> list[str]:
+    sharing = sequence_ranks(config)
+    if ranks % sharing:
+        return [
+            f"{SEQUENCE_KEY}={sharing} does not divide {ranks} rank(s): so many neighbours share "
+            f"the tokens of each row. Start a multiple of {sharing} ranks, or write a number that "
+            "divides them."
+        ]
+    world = ranks // sharing
     rows = train.micro_batch * world
     if train.global_batch % rows:
         below = max(train.global_batch // rows, 1) * rows

@@ -21,6 +21,7 @@ AUTO = "auto"
 # own.
 OPTIM_KEYS = ("lr", "betas", "eps", "weight_decay")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SEQUENCE_KEY = "sequence_parallel_size"  # ranks that share the tokens of a row
 # the formulas of transformers/integrations/deepspeed.py
 FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
@@ -46,6 +47,14 @@ _KINDS = {
     "s": "a string",
     "l": "a list of strings",
 }
+
+
+def sequence_ranks(config: Config) -> int:
+    """How many neighbouring ranks share the tokens of each row, of any DeepSpeed dictionary. 1
+    where the value is none that `build` takes.
+    """
+    size = config.get(SEQUENCE_KEY, 1)
+    return size if type(size) is int and size > 0 else 1
 
 
 def mistakes(preset: Config) -> list[str]:
@@ -107,7 +116,7 @@ def _numbers(config: Config) -> Iterator[str]:
 
     It trains with 1.5 accumulation steps, and without clipping at -1.
     """
-    for key in BATCH_KEYS:
+    for key in (*BATCH_KEYS, SEQUENCE_KEY):
         value = config.get(key, AUTO)
         if value != AUTO and _fits(value, "i") and (type(value) is not int or value < 1):
             yield f"{key}={value}: want an integer above 0."

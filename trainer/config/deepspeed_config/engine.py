@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Literal
 
-from trainer.config.deepspeed_config.check import BATCH_KEYS, Config
+from trainer.config.deepspeed_config.check import (
+    BATCH_KEYS,
+    SEQUENCE_KEY,
+    Config,
+    sequence_ranks,
+)
 from trainer.config.deepspeed_config.stages import OFFLOADS
 
 _OURS = ("optimizer", "scheduler", "steps_per_print")  # never handed to DeepSpeed
@@ -38,13 +43,13 @@ def for_engine(config: Config) -> Config:
     engine = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
     zero: Config = engine["zero_optimization"]
     engine["managed_gradient_accumulation"] = False
-    engine["train_batch_size"] = config["train_batch_size"] // config["gradient_accumulation_steps"]
+    # Ranks that share rows are ranks like all others to DeepSpeed: each has its part of the loss.
+    world = num_ranks(config)
+    engine.pop(SEQUENCE_KEY, None)
+    engine["train_batch_size"] = config["train_micro_batch_size_per_gpu"] * world
     engine["gradient_accumulation_steps"] = 1
     engine["zero_allow_untested_optimizer"] = True
     engine.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    world = config["train_batch_size"] // (
-        config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
-    )
     if zero["stage"] < 2 or world == 1:
         zero["overlap_comm"] = False
     if (
@@ -59,6 +64,12 @@ def for_engine(config: Config) -> Config:
     if zero["stage"] > 0 and precision(config) == "bf16" and not is_all_bf16:
         engine.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     return engine
+
+
+def num_ranks(config: Config) -> int:
+    """The ranks of a dictionary from `build`: all of them, those that share rows, too."""
+    total, micro, accumulation = (config[key] for key in BATCH_KEYS)
+    return total // (micro * accumulation) * sequence_ranks(config)
 
 
 def precision(config: Config) -> str:
@@ -82,7 +93,8 @@ def summary(config: Config) -> list[tuple[str, str]]:
         if place != "none"
     ]
     total, micro, accumulation = (config[key] for key in BATCH_KEYS)
-    clip = config["gradient_clipping"]
+    clip, sharing = config["gradient_clipping"], sequence_ranks(config)
+    of_each = f" groups of {sharing} devices that share rows" if sharing > 1 else " devices"
     return [
         ("ZeRO stage", f"{zero['stage']} (partitioned: {_PARTITIONED[zero['stage']]})"),
         ("offload", ", ".join(offload) or "none"),
@@ -90,7 +102,7 @@ def summary(config: Config) -> list[tuple[str, str]]:
         (
             "batch",
             f"{total} = {micro} micro x {accumulation} accumulation x "
-            f"{total // (micro * accumulation)} devices",
+            f"{total // (micro * accumulation)}{of_each}",
         ),
         ("clipping", f"gradient norm at {clip}" if clip else "off"),
     ]

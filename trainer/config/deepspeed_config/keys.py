@@ -36,7 +36,7 @@ LEGAL: dict[str, dict[str, str]] = {
         dump_state:b
         disable_python_gc:b vocabulary_size:i? dataloader_drop_last:b
         use_data_before_expert_parallelism:b
-        log_level:s?"""),
+        sequence_parallel_size:i log_level:s?"""),
     "zero_optimization": _keys("""
         stage:i contiguous_gradients:b reduce_scatter:b reduce_bucket_size:i
         use_multi_rank_bucket_allreduce:b
@@ -113,7 +113,8 @@ LEGAL: dict[str, dict[str, str]] = {
 
 _GONE = f"DeepSpeed {VERSION} has removed it. Delete the key."
 _PURE_DATA_PARALLEL = (
-    "the batch arithmetic and the checkpoints here know data parallelism only. Delete the key."
+    "the batch arithmetic and the checkpoints here know no parallelism but that of data and "
+    "sequence_parallel_size. Delete the key."
 )
 
 REFUSED: dict[str, str] = {
@@ -137,7 +138,6 @@ REFUSED: dict[str, str] = {
     "pipeline": _PURE_DATA_PARALLEL,
     "tensor_parallel": _PURE_DATA_PARALLEL,
     "expert_parallel": _PURE_DATA_PARALLEL,
-    "sequence_parallel_size": _PURE_DATA_PARALLEL,
     "hybrid_engine": "it generates text between updates, which no task here does. Delete the key.",
     "weight_quantization": "it is for inference. Delete the key.",
     "data_efficiency": "the order of the data is a function of the experiment's seed alone. "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.deepspeed_config.check import Config
+from trainer.config.deepspeed_config.check import Config, sequence_ranks
 from trainer.config.schema import Optim, Train
 
 OFFLOADS: dict[Literal["offload_param", "offload_optimizer"], tuple[int, str]] = {
@@ -18,7 +18,7 @@ OFFLOADS: dict[Literal["offload_param", "offload_optimizer"], tuple[int, str]] =
 
 
 def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator[str]:
-    """A line for each thing that the stage of `config` cannot do. world: data-parallel devices."""
+    """A line for each thing that the stage of `config` cannot do. world: all devices."""
     yield from _stage(config)
     stage = config["zero_optimization"]["stage"]
     if train.base_bits is not None and stage >= 3:
@@ -33,6 +33,12 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
         yield (
             "train.compile=true needs ZeRO stage 0, 1 or 2, got stage=3: it gathers weights within "
             "the blocks that would be compiled. Use --deepspeed zero2, or leave train.compile out."
+        )
+    sharing = sequence_ranks(config)
+    if train.compile and sharing > 1:
+        yield (
+            f"train.compile=true with sequence_parallel_size={sharing}: compiled blocks were never "
+            "tried with an exchange inside. Leave one of the two out."
         )
     # zero_hpz_partition_size: a second copy of the weights within each group of ranks, which
     # DeepSpeed cuts from all ranks without a look at whether they are so many, or ignores

@@ -12,6 +12,10 @@ _ADAPTERS_ARE_NO_BASE = nothing(
     "adapters into a base for the next run."
 )
 _MADE_ON_THE_HUB = as_flag("--push_to_hub", advice="What it makes on the Hub is private.")
+_SHARED_ROWS = as_key(
+    "deepspeed",
+    advice="Ranks share rows where its file says sequence_parallel_size (docs/long-rows.md).",
+)
 
 SYNONYMS: dict[str, Synonym] = {
     # axolotl
@@ -26,6 +30,9 @@ SYNONYMS: dict[str, Synonym] = {
     "sequence_len": to.LENGTH,
     "sample_packing": to.PADDING_FREE,
     "eval_sample_packing": to.PADDING_FREE,
+    "context_parallel_size": _SHARED_ROWS,
+    "sequence_parallel_degree": _SHARED_ROWS,
+    "sequence_parallel_size": _SHARED_ROWS,
     "wandb_watch": to.GRADIENTS,
     "wandb_name": to.RUN_NAME,
     "wandb_log_model": to.ARTIFACTS,

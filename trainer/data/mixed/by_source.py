@@ -28,4 +28,6 @@ def source_of_labels(batch: Batch, source_B: Tensor, units: Tensor) -> Tensor:
     if labels.dim() == 2:
         return source_B[scored_N // labels.shape[1]]
     ends_B = batch["starts"][1:].long()
+    if "before" in batch:  # of a stream, this rank reads the tokens behind so many
+        scored_N = scored_N + batch["before"]
     return source_B[torch.bucketize(scored_N, ends_B, right=True)]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # M tokens of all rows of a stream, B rows, T tokens with pads, D width
 
 _KEYS, _SCALES = "noise_keys", "noise_scales"
+NOISE_FIELDS = (_KEYS, _SCALES)
 
 
 def noise_fields(
@@ -69,7 +70,7 @@ def without_noise(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch without what noise_fields added, for models that take no tensor they do not
     know.
     """
-    return {name: tensor for name, tensor in batch.items() if name not in (_KEYS, _SCALES)}
+    return {name: tensor for name, tensor in batch.items() if name not in NOISE_FIELDS}
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.packed.replaced import replaced
 from trainer.models.processor import row_attention
+from trainer.models.stretches import exchange
 
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head
@@ -49,13 +50,16 @@ class Rows:
     starts: Tensor  # (rows + 1,) int32, and where the last one ends
     cells_M: Tensor
     grids: list[Tensor]  # (N, L) bool of each rectangle, True where there is a token
+    ranks: int = 1  # that share the stream, each with an equal stretch of it
     _masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
         """The rows of layout.pack."""
         grids = grids_of(batch, f"{prefix}grid_")
-        return cls(batch[f"{prefix}starts"], batch[f"{prefix}cells"], grids)
+        stretches = batch.get(f"{prefix}stretches")
+        ranks = 1 if stretches is None else len(stretches) - 1
+        return cls(batch[f"{prefix}starts"], batch[f"{prefix}cells"], grids, ranks)
 
     @property
     def longest(self) -> int:
@@ -114,19 +118,47 @@ def attention(
     so that causality hides them.
 
     rows: None if they are passed as the mask. softcap: scores are kept within +- this (Gemma 2); no
-    fused kernel of torch does that.
+    fused kernel of torch does that. Of a stream that ranks share, M are the tokens of this rank.
     """
     rows = attention_mask if rows is None else rows
     assert rows is not None, "a model on a stream hands on where rows begin"
-    is_causal = bool(module.is_causal)
+    how: dict[str, Any] = {
+        "is_causal": bool(module.is_causal),
+        "dropout": dropout,
+        "scaling": scaling,
+        "softcap": softcap,
+        "sliding_window": sliding_window,
+    }
+    if rows.ranks == 1:
+        return _attend(query, key, value, rows, **how), None
+    repeats = exchange.repeats(key.shape[1], rows.ranks)
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    q, k, v = (exchange.to_heads(x, rows.ranks) for x in (query, key, value))
+    return exchange.to_tokens(_attend(q, k, v, rows, **how), rows.ranks), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    *,
+    is_causal: bool,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """(1, M, H, C): `attention` to all tokens of the rows."""
     if softcap is None and not dropout and _has_kernel(query, key):
         how: dict[str, Any] = {"is_causal": is_causal, "window": sliding_window, "scale": scaling}
-        return _where_they_lie(query, key, value, rows, **how), None
+        return _where_they_lie(query, key, value, rows, **how)
     reaches_all = sliding_window is None or sliding_window >= rows.longest
     if softcap is None and not dropout and reaches_all and row_attention.is_here(query):
         q, k, v = (_of_tokens(x) for x in (query, key, value))
         how = {"is_causal": is_causal, "scale": scaling}
-        return row_attention.attend(q, k, v, rows.pieces, **how)[None], None
+        return row_attention.attend(q, k, v, rows.pieces, **how)[None]
     sizes = [grid.numel() for grid in rows.grids]
     laid_out = [in_rectangles(_of_tokens(x), rows.cells_M, sizes) for x in (query, key, value)]
     mixed: list[Tensor] = []
@@ -150,7 +182,7 @@ def attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **how
         )
         mixed.append(mixed_NHLC.transpose(1, 2).flatten(0, 1))
-    return in_stream(mixed, rows.cells_M)[None], None
+    return in_stream(mixed, rows.cells_M)[None]
 
 
 def _of_tokens(x_1HMC: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def _fewer_rows(
         return []
     fitting = largest_fitting(peak_at, usable) if usable is not None else train.micro_batch // 2
     rows = largest_divisor(
-        train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1)
+        train.global_batch // subject.sharding.groups, min(fitting, train.micro_batch - 1)
     )
     return [(f"train.micro_batch {train.micro_batch} -> {rows}", peak_at(rows))] if rows else []
 

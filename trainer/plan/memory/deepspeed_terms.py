@@ -71,11 +71,7 @@ class Zero:
     ) -> Zero:
         """From a complete dictionary (deepspeed_config.build)."""
         zero, precision = ds["zero_optimization"], deepspeed_config.precision(ds)
-        micro, accumulation = (
-            ds["train_micro_batch_size_per_gpu"],
-            ds["gradient_accumulation_steps"],
-        )
-        world = ds["train_batch_size"] // (micro * accumulation)
+        world = deepspeed_config.num_ranks(ds)
         return cls(
             stage=zero["stage"],
             world=world,

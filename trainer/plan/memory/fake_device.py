@@ -351,6 +351,17 @@ def equal_chunks_once(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def exchanges_alone() -> Iterator[None]:
+    """Inside, what neighbours that share rows would send is memory that is allocated and filled by
+    nobody (distributed.exchanged).
+    """
+    from trainer.runtime import distributed
+
+    with replaced(distributed, "exchanged", torch.empty_like):
+        yield
+
+
 def for_real(function: Callable[..., T]) -> Callable[..., T]:
     """The function, run as outside of `fake_device()`: for functions that make real batches."""
 

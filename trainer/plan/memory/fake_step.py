@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from trainer.plan.memory.measure import Measured, MeasureRequest, SteppedTogether
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
@@ -107,7 +107,12 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     from trainer.models.base_model import DTYPES
     from trainer.models.optimizers import state_nbytes
     from trainer.models.optimizers.rates import freeze_whole, rules
-    from trainer.plan.memory.fake_device import equal_chunks_once, fake_device, rows_in_groups
+    from trainer.plan.memory.fake_device import (
+        equal_chunks_once,
+        exchanges_alone,
+        fake_device,
+        rows_in_groups,
+    )
     from trainer.plan.memory.tracker import forwards_in
 
     started = time.process_time()
@@ -133,14 +138,15 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     ]
     plus = 1.0 if cfg.lora is None else cfg.lora.plus
     groups = stepped_together(model, cfg.optim, plus=plus, freeze=cfg.train.freeze)
-    batch = task.collate(rows)
+    whole_batch = task.collate(rows)
+    batch = _fullest_part(task, whole_batch, request.sharing)
     with fake_device(request.device) as device:
         device.place(model)
         tracker = device.tracker
         tracker.watch(model, shorten(model))
         tracker.restart()
         grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
-        with grouping, equal_chunks_once(tracker):
+        with grouping, equal_chunks_once(tracker), exchanges_alone():
             if request.kind == "teach":
                 student.likeliest(model.eval(), device.copy_of(batch))
             else:
@@ -164,11 +170,19 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             calls=dict(of_one.calls),
             operators_of_last=[[*operator, times] for operator, times in of_last.operators.items()],
             calls_of_last=dict(of_last.calls),
-            units=int(task.units(batch)),
+            units=int(task.units(whole_batch)),
             sizes=[list(item) for item in Counter(size for size, _ in sizes).items()],
             blocks=blocks,
             groups=groups,
         )
+
+
+def _fullest_part(task: Any, batch: dict[str, Tensor], sharing: int) -> dict[str, Tensor]:
+    """Of a batch that so many ranks share, the part with the most labels."""
+    from trainer.protocol.abilities import RankPlace, shared
+
+    parts = [shared(task, batch, RankPlace(number, sharing)) for number in range(sharing)]
+    return max(parts, key=lambda part: int(task.units(part)))
 
 
 def stepped_together(

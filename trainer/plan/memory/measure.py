@@ -55,6 +55,7 @@ class MeasureRequest:
     # for predictions of time: where a processor takes rows one by one, one row stands for a group
     # of rows of similar length
     groups_rows: bool = False
+    sharing: int = 1  # ranks that share the tokens of the rows
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,9 @@ def binding_limit(task: Task) -> tuple[str, int] | None:
 
 def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
     """The request to measure the evaluation of these rows, or the generation of their answers."""
-    return MeasureRequest(subject.values, kind, rows.encoded_rows(numbers, is_drawn=False))
+    encoded = rows.encoded_rows(numbers, is_drawn=False)
+    sharing = subject.sharding.sharing if kind == "evaluate" else 1
+    return MeasureRequest(subject.values, kind, encoded, sharing=sharing)
 
 
 def first_read(subject: Subject, *, batch: int) -> tuple[RowsByNumber, np.ndarray]:

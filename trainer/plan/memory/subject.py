@@ -20,6 +20,7 @@ from trainer.models import base_source
 from trainer.plan.memory.deepspeed_terms import Zero
 from trainer.plan.memory.measure import MeasureRequest, with_value
 from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows, epochs_of
+from trainer.protocol.abilities import refuse_sharing
 
 if TYPE_CHECKING:
     from trainer.data.order import Sharding
@@ -58,12 +59,15 @@ class Subject:
         )
 
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
-        """The complete dictionary of another DeepSpeed file.
+        """The complete dictionary of another DeepSpeed file, under which as many ranks share rows.
 
         ConfigError when the experiment cannot run with it.
         """
+        file = deepspeed_config.read(preset)
+        if self.sharding.sharing > 1:
+            file["sequence_parallel_size"] = self.sharding.sharing
         return deepspeed_config.build(
-            deepspeed_config.read(preset),
+            file,
             train=self.cfg.train,
             optim=self.cfg.optim,
             world=self.sharding.world,
@@ -78,7 +82,11 @@ class Subject:
         """
         rows = self.train.encoded_rows(numbers, is_drawn=True)
         return MeasureRequest(
-            values or self.values, "train", rows, accumulates=self.zero.accumulates
+            values or self.values,
+            "train",
+            rows,
+            accumulates=self.zero.accumulates,
+            sharing=self.sharding.sharing,
         )
 
 
@@ -98,6 +106,7 @@ def subject_of(
     values, notes = reachable(values, places)
     cfg = tasks.parse(values)
     task = tasks.load(cfg, places)
+    refuse_sharing(task, sharding.sharing)
     try:
         if len(notes) > 1:
             raise DataError(notes.pop())
@@ -111,6 +120,9 @@ def subject_of(
             *notes,
             f"{str(error).splitlines()[0].rstrip('.')}: every row is taken to fill its limits",
         ]
+    if sharding.sharing > 1:
+        own = f"sequence_parallel_size={sharding.sharing}"
+        notes.append(f"other DeepSpeed files are planned as if they said {own}, too")
     epochs = cfg.train.epochs
     if epochs is not None:
         is_counted = isinstance(rows["train"], StoredRows)

@@ -89,7 +89,8 @@ def ways(
     micro_batches: the sizes to try; None: all that divide a rank's rows of a step. recomputed: n
     for every n-th block; None: try no block, all, and every second, fourth, eighth, ...
     """
-    share = subject.cfg.train.global_batch // cluster.world
+    groups = cluster.world // subject.sharding.sharing
+    share = subject.cfg.train.global_batch // groups
     sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
     zeros: dict[str, Zero] = {}
     for preset in presets:

@@ -109,7 +109,7 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
         _around(subject, rates, cluster, steps[0], (evaluation, answers)),
         step=time,
         steps=train.steps,
-        units=share * per_step * cluster.world * sum(step.units for step in steps),
+        units=share * per_step * _groups(subject, cluster) * sum(step.units for step in steps),
         unit=subject.task.unit,
         flops=flops,
         mfu=mfu,
@@ -139,6 +139,11 @@ def _eval_rows(subject: Subject) -> int:
     return min(train.eval_batch or train.micro_batch, len(subject.valid.lengths))
 
 
+def _groups(subject: Subject, cluster: Cluster) -> int:
+    """How many groups of devices have rows of their own."""
+    return cluster.world // subject.sharding.sharing
+
+
 def _around(
     subject: Subject,
     rates: Rates,
@@ -152,10 +157,12 @@ def _around(
     evaluations = -(-train.steps // steps_between(train.eval_every or _EVERY, epochs.steps))
     saves = -(-train.steps // steps_between(train.save_every or _EVERY, epochs.steps))
     notes: list[str] = []
-    batches = -(-len(subject.valid.lengths) // (_eval_rows(subject) * cluster.world))
+    batches = -(-len(subject.valid.lengths) // (_eval_rows(subject) * _groups(subject, cluster)))
     if isinstance(subject.valid, Specimens):
         batches = 0
         notes.append("how many rows are evaluated is not known: evaluations are left out")
+    if subject.sharding.sharing > 1:
+        notes.append("what devices that share rows send each other in attention is left out")
     evaluation, answers = evaluated
     once = _total(evaluation, rates) * batches
     nbytes = (14 if subject.zero.width < 4 else 12) * step.trainable / cluster.world

@@ -162,6 +162,12 @@ class Config(DistilledExperiment):
     def is_driven(self) -> bool:
         return self.data.source == CLIENT
 
+    @property
+    def unshared(self) -> str | None:
+        if self.is_driven:
+            return 'with data.source="client" the ranks follow a log of whole rows'
+        return None
+
     @model_validator(mode="after")
     def _a_client_drives_adapters(self) -> Config:
         if not self.is_driven:

@@ -18,6 +18,7 @@ from trainer.data.chat.writer import naming
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import DataError
+from trainer.models import base_source
 from trainer.models.decoder.streams import Read
 from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
@@ -25,7 +26,9 @@ from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
-from trainer.protocol.abilities import ReplyText, Uncut
+from trainer.models.stretches.bases import problems
+from trainer.models.stretches.stretch import stretch_of
+from trainer.protocol.abilities import RankPlace, ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.causal_lm.text_tokens import TextTokens
@@ -64,8 +67,9 @@ class CausalLM(nn.Module):
     ) -> dict[str, Tensor]:
         """OutputLayer.sums over labelled tokens.
 
-        batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
-        labels with scored = losses.scored_before(labels); perhaps distillation.teacher_fields.
+        batch: rows as layout.pack_labelled packs them, or a stretch of them; or (B, T) input_ids,
+        attention_mask and labels with scored = losses.scored_before(labels); perhaps
+        distillation.teacher_fields.
         targets: (N,) tokens in place of labels, each after the position in `scored`: then
         {"logprobs": (N,) fp32}, their log-probabilities.
         """
@@ -260,6 +264,12 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
             **self.noise(rows, lengths, width=ids.shape[1]),
         }
         return self.with_lesson(batch, rows)
+
+    def sharing_problems(self, ranks: int) -> list[str]:
+        return list(problems(base_source.config_of(self.cfg.base, self.places), ranks))
+
+    def share(self, batch: Batch, place: RankPlace) -> Batch:
+        return stretch_of(batch, place)
 
     def num_labels(self, row: Mapping[str, Any]) -> int:
         is_label = row["scored"] if "scored" in row else np.ones(len(row["ids"]))

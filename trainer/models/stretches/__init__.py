@@ -1,0 +1,1 @@
+"""Neighbouring ranks that share a stream of tokens: sequence parallelism."""
