@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,11 @@ from trainer.files.survive import Survival, parse
 from trainer.launch.ending import end, last_words
 from trainer.version import Version
 
+if TYPE_CHECKING:
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
+
+_NO_SCHEDULER = (None, "None", "0")
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -145,6 +150,16 @@ class Launch:
             "copy of its state that the ranks keep in memory after every step.",
         ),
     ] = None
+    together: Annotated[
+        int | None,
+        typer.Option(
+            "--together",
+            min=1,
+            metavar="TOKENS",
+            help="Train all experiments of the group at once, on one frozen base in this process: "
+            "adapters of task causal_lm. At most so many tokens are read at once.",
+        ),
+    ] = None
 
 
 LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
@@ -173,7 +188,8 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
         raise ConfigError(_NO_BASE)
     experiments = _experiments(which, which.savedir_base)
     resets = bool(which.reset) and not _is_restart()
-    if launch.job_scheduler in (None, "None", "0"):
+    _refuse_together(which, launch)
+    if launch.job_scheduler in _NO_SCHEDULER:
         options: dict[str, Any] = {
             **vars(flags),
             "savedir_base": which.savedir_base,
@@ -181,7 +197,7 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
             "is_shortened": which.steps is not None and which.continue_id is None,
             **_names(which),
         }
-        return begin(experiments, options, launch.survive, is_dry=launch.dry_run)
+        return begin(experiments, options, launch)
     from jobs.commands.of_trainval import submit_group
 
     return submit_group(
@@ -304,22 +320,66 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     device_defaults.before_torch()
     from trainer.launch.group import run_group
     from trainer.runtime import distributed, watch
+
+    plans, run_options = _plans(experiments, options)
+    distributed.init()
+    with watch.watch_ranks(last_words):
+        return run_group(plans, run_options)
+
+
+def _plans(
+    experiments: list[dict[str, Any]], options: dict[str, Any]
+) -> tuple[list[RunPlan], Options]:
+    """The checked experiments, and the flags."""
     from trainer.training.options import Options
     from trainer.training.run_plan import plan
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     run_options = Options(**options)
     plans = [plan(values, run_options, world=world, rank=rank) for values in experiments]
+    return plans, run_options
+
+
+def _refuse_together(which: WhichRuns, launch: Launch) -> None:
+    """ConfigError where --together is not of a group that this process trains."""
+    given = {
+        "--exp_id": which.exp_id,
+        "--continue": which.continue_id,
+        "-j": None if launch.job_scheduler in _NO_SCHEDULER else launch.job_scheduler,
+        "--survive": launch.survive,
+    }
+    foreign = [flag for flag, value in given.items() if value is not None]
+    if launch.together is not None and foreign:
+        raise ConfigError(
+            f"--together with {', '.join(foreign)}: one process here trains a whole group (-e). "
+            "Leave one of the two out."
+        )
+
+
+def _train_together(
+    experiments: list[dict[str, Any]], options: dict[str, Any], tokens: int, *, is_dry: bool
+) -> int:
+    from trainer.runtime import device_defaults
+
+    device_defaults.before_torch()
+    from trainer.launch.together.refusals import refuse
+    from trainer.launch.together.run_together import run_together
+    from trainer.runtime import distributed, watch
+
+    plans, run_options = _plans(experiments, options)
+    if is_dry:
+        refuse(plans, run_options)
+        return _dry_run(experiments, options, None)
     distributed.init()
     with watch.watch_ranks(last_words):
-        return run_group(plans, run_options)
+        return run_together(plans, run_options, most_tokens=tokens)
 
 
-def begin(
-    experiments: list[dict[str, Any]], options: dict[str, Any], survive: str | None, *, is_dry: bool
-) -> int:
-    ranks = parse(survive) if survive else None
-    if is_dry:
+def begin(experiments: list[dict[str, Any]], options: dict[str, Any], launch: Launch) -> int:
+    if launch.together is not None:
+        return _train_together(experiments, options, launch.together, is_dry=launch.dry_run)
+    ranks = parse(launch.survive) if launch.survive else None
+    if launch.dry_run:
         return _dry_run(experiments, options, ranks)
     if ranks is None:
         return _train(experiments, options)

@@ -12,7 +12,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 2  models/, data/, telemetry/,
    tasks/{token_task,distilled,generated,continuation,continuation_program}.py
 1  runtime/, files/, metrics/, protocol/
-0  config/, errors.py, program.py, version.py, data/formats/,
+0  config/, errors.py, program.py, switches.py, version.py, data/formats/,
    files/{atomic,survive,survival_events}.py, runtime/process.py,
    metrics/{judge_record,own,test_record,win_rate}.py, judging/votes.py,
    operations/, tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
@@ -57,6 +57,7 @@ FLOORS = {
     "trainer.plan.time.rates": 0,
     "trainer.recipes.lookup_groups": 0,
     "trainer.runtime.process": 0,
+    "trainer.switches": 0,
     "trainer.tasks": 0,
     "trainer.files": 1,
     "trainer.metrics": 1,

@@ -106,6 +106,7 @@ FILES = (
     | wording(
         ResumeError,
         lock_held="another process is training this experiment",
+        rounds_held="{folder}: another process makes these rounds",
         lock_removed="was removed while this process held it",
     )
     | wording(
@@ -337,6 +338,8 @@ PASSAGES = wording(
     near_copies="{count} of {all} training questions are near copies of held-out ones",
     near_copy_of="question {id!r} ...is nearly question {other!r} of {split}",
     only_near_copies="all {count} training questions are near copies of held-out ones",
+    no_train_positive="none of the {count} training questions has a relevant passage",
+    share_leaves_none="--valid_share {share} holds all {count} questions out",
     no_valid_positive="none of the {count} validation questions has a relevant passage",
     no_positive_and_negative="no question has a positive and a negative",
     no_answers="no question has answers",
@@ -351,6 +354,7 @@ PASSAGES = wording(
     judgements_empty="holds no judgement",
 ) | wording(
     ConfigError,
+    switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
     valid_or_share="--valid_queries ...and --valid_share: got {got}, want one",
@@ -384,6 +388,7 @@ VECTORS = (
         vectors_unfinished="is not finished: run the same encode command again",
         vectors_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
         vectors_folder_taken="holds other files and no vectors of ours",
+        vectors_being_written="another process is writing it",
         vectors_of_two_models="are of different models: encode both by one",
         vectors_of_other_side="holds vectors of side {side}, want {wanted}",
         vectors_absent="is missing. This folder of vectors is not there",
@@ -843,6 +848,13 @@ RETRIEVER = wording(
     teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
     ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
     export_of_other_form='{folder} holds a retriever of form="{form}"',
+    mteb_rows_without_texts="--mteb: got rows of {keys}, and the model reads texts",
+    mteb_compares_vectors='--mteb {task}: it compares one vector of each text, and form="{form}" makes none',
+    base_of_other_form='base: {folder} was trained as form="{form}"',
+    head_lost='{folder} was exported as form="{form}" ...and its head is not there',
+    tokenizer_of_other_export="{folder}: its tokenizer has {there} tokens, and that of this experiment",
+    projection_without_weights="base: {folder} projects its vectors, and {place} holds no model.safetensors",
+    topics_of_no_vectors='.topics.by="model" clusters a vector of each query, and form="{form}" makes none',
     block_of_other_form='{block}: form="{form}" does not read it',
     vectors_of_two_forms='holds vectors of form="late", ...of form="bi", which no search compares',
     index_of_token_vectors="--faiss searches one vector of each text",
@@ -873,6 +885,7 @@ RETRIEVER = wording(
     rerank_texts="give --queries and --passages, too",
 ) | wording(
     DataError,
+    text_without_tokens="a {side} has no token, for {tokenizer!r} knows nothing in its text",
     scores_of_passages="want a number for each of the row's ...passages, positives first",
     scores_are_ranks="has ranks, and a teacher gives scores",
     no_teacher_scores="no passage of the training rows has a score of a teacher",
@@ -884,6 +897,7 @@ BATCHES = wording(
     batches_say_nothing="data.batches says nothing",
     batches_without_negatives="data.batches puts rows together that are each other's negatives",
     one_source_of_no_mix='data.batches.source="one" is of a mix',
+    vectors_untrained="{flag}: loss.matryoshka.{key} of this experiment is {is_}, so that vectors",
     topics_of_a_mix="data.batches.topics of a mix: a step has one topic",
     batches_and_order="data.batches and train.{key} both say which rows a step has",
     source_without_topics="the rows of {source} say no topic",
@@ -895,6 +909,7 @@ BATCHES = wording(
 ) | wording(
     DataError,
     step_of_distinct_rows="got a step of {want} rows for which the data have only {got} without",
+    topic_kind='query {id!r}: got {kind} as "topic", want a text or a number',
     row_without_topic="query {id!r} has no ...topic",
 )
 SUMMARISER = wording(
@@ -999,6 +1014,7 @@ CHECKPOINTS = (
         run_of_others="{file} is of another experiment",
         mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
+        kernels_changed="the run began with LATHE_CPU_KERNELS={was} and the environment says {now}",
         run_changed="changed since the run began: {key} (was {was}",
     )
 )
@@ -1413,6 +1429,10 @@ SHARING = wording(
     shared_unsharable="data.together: this base has {what}. Experts read",
     shared_differing="{guest} cannot be computed on the base of {host}: they differ in {keys}. Send",
     shared_without_host="-j beside: got a job without a host",
+    together_refused="--together: these experiments cannot be trained on one base....Change these, or",
+    together_unsharable="--together: this base has {what}. Experts read",
+    together_foreign="--together with {flags}: one process here trains a whole group",
+    together_replay="trained with others on one base (--together), so that its last bits",
 ) | wording(
     ReplayDiffers,
     shared_other_world="operation {seq} was computed on {was} rank(s), and now there are {now}",

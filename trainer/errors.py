@@ -33,6 +33,7 @@ class LatheError(Exception):
     """Root of every error that Lathe raises on purpose."""
 
     exit_code = 1
+    is_of_all_ranks = False  # every rank raises it in the same place
 
 
 class UserError(LatheError):
@@ -88,6 +89,8 @@ class ProofError(LatheError):
 
 class DivergedError(LatheError):
     """The loss or the gradient norm is NaN or infinite."""
+
+    is_of_all_ranks = True  # it is judged by sums over them
 
 
 def nearest(name: str, legal: list[str]) -> str:

@@ -338,6 +338,13 @@ def test_only_a_power_of_two_that_loses_no_bit_is_taken_into_the_low_numbers() -
         assert torch.equal(seen.pop(), low.to(dtype) * moved)
 
 
+def test_a_bias_of_an_adapter_is_scaled_with_it() -> None:
+    up, low = torch.nn.Linear(3, 5), torch.randn(2, 3)
+    assert torch.equal(adapter.scaled(up, low, 2.0), up(low) * 2.0)
+    plain = torch.nn.Linear(3, 5, bias=False)
+    assert torch.equal(adapter.scaled(plain, low, 2.0), plain(low) * 2.0)
+
+
 @pytest.mark.long  # 8 CPU seconds: a compiler is imported
 def test_compiled_layers_run_the_stock_code() -> None:
     stock = with_adapters(built(EVERY["llama"], AutoModelForCausalLM), torch.float32)

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from exp_configs import vary
 from tests.facts import LLAMA, TINY_BERT, write_facts
 from tests.unit.test_retriever_task import loaded, texts, training_rows
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer import tasks
 
 BLOCKS, TEMPERATURE, QUERIES = 3, 0.05, 6
@@ -107,11 +107,29 @@ def test_a_model_of_fewer_blocks_gives_the_vectors_that_were_trained(
     found = model(**batch)
     assert {*found} == {"queries", "queries_2", "queries_1", "passages", "passages_2", "passages_1"}
     assert {*model.eval()(**batch)} == {"queries", "passages"}, "evaluation has the whole model's"
+    assert not model.keep_layers(BLOCKS), "all of them are the whole model"
     for layers in (2, 1):
         task.keep_layers(model, layers)
         short = model(**batch)
         for side in ("queries", "passages"):
             torch.testing.assert_close(short[side], found[f"{side}_{layers}"])
+
+
+def test_vectors_that_were_not_trained_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = task_of(folder, {"layers": [1], "dims": [32, 8]})
+    model = task.model()
+    task.keep_layers(model, BLOCKS)
+    task.shorten(8)
+    assert not caplog.records
+    task.keep_layers(model, 2)
+    says("vectors_untrained", caplog.messages[-1], flag="--layers 2", key="layers", is_="[1]")
+    task.shorten(16)
+    says("vectors_untrained", caplog.messages[-1], flag="--dims 16", key="dims", is_="[32, 8]")
+    plain = loaded(folder, base=BERT)
+    plain.keep_layers(plain.model(), 1)
+    says("vectors_untrained", caplog.messages[-1], flag="--layers 1", is_="not set")
 
 
 def test_padded_rows_have_the_layers_of_streams(folder: Path) -> None:

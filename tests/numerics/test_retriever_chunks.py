@@ -32,7 +32,7 @@ from trainer.plan.memory.plan import make
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Preemption
 from trainer.tasks.retriever.batches import chunks_of
-from trainer.tasks.retriever.model import most_calls
+from trainer.tasks.retriever.model import most_calls, pieces_of
 from trainer.training.run_plan import plan
 
 WHOLE: dict[str, Any] = {"query_chunk": None, "passage_chunk": None}
@@ -103,6 +103,19 @@ def test_texts_and_vectors_are_in_their_order(is_packed: bool, folder: Path) -> 
         ids = [one[name].ids if one[name].is_real is None else one[name].ids[one[name].is_real.bool()]
                for one in passages]  # fmt: skip
         assert ids[0].tolist() == ids[1].tolist()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_texts_that_are_only_encoded_are_in_one_piece_under_auto(
+    is_packed: bool, folder: Path
+) -> None:
+    plain, auto = (task_of(folder, is_packed, chunk_tokens=one) for one in (None, "auto"))
+    rows = [row["query"] for row in training_rows(plain, ROWS)]
+    assert len(pieces_of(auto._batches.lay_out(rows, "query"), "query")) > 1  # pyright: ignore
+    (piece,) = pieces_of(auto.laid_out(rows, "query"), "query")
+    (wanted,) = pieces_of(plain.laid_out(rows, "query"), "query")
+    assert piece.keys() == wanted.keys()
+    assert all(torch.equal(piece[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_rank_with_fewer_chunks_runs_one_again_to_no_effect(folder: Path) -> None:

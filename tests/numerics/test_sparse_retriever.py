@@ -9,24 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from exp_configs import vary
 from tests.facts import TINY_BERT, experiment, write_facts
-from tests.numerics.test_engine import ds_for
+from tests.numerics.test_retriever_forms import PLAIN, Cut, rows_of, step_of
 from tests.numerics.test_retriever_gradcache import QUERIES, STAGES, distance
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_same_step, depth_of
 from trainer import tasks
-from trainer.config.schema import Optim
-from trainer.protocol.task import DRAW, EPOCH, STEP, Places
-from trainer.runtime import distributed
+from trainer.protocol.task import Places
 
-Cut = tuple[Any, list[int]]  # chunks of queries and passages (None: plain), and micro-batches
-PLAIN: Cut = (None, [8])
 CUTS: dict[int, list[Cut]] = {
     1: [((3, 5), [8]), (None, [3, 5])],
     2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3])],
@@ -60,41 +54,9 @@ def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
     return tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
 
 
-def rows_of(task: Any) -> list[dict[str, Any]]:
-    """8 rows of step 2, with a teacher's scores."""
-    found = [task.encode(row) for _, row in zip(range(QUERIES), task.rows("train"), strict=False)]
-    generator = np.random.default_rng(7)
-    rows = []
-    for number, row in enumerate(found):
-        scores = generator.normal(size=len(row["lengths"])).astype(np.float32)
-        draw = {DRAW: np.array([number]), EPOCH: np.array([0]), STEP: np.array([2])}
-        rows.append({**row, **draw, "scores": scores.view(np.int32).tolist()})
-    return rows
-
-
 def stepped(folder: Path, form: str, stage: int, cut: Cut) -> tuple[float, dict[str, Tensor]]:
-    """The loss of 8 queries over all ranks, and the gradient of every weight, under an engine."""
-    from trainer.training.engine import Engine
-
-    chunks, sizes = cut
-    task = task_of(folder, form, chunks)
-    rows = rows_of(task)
-    live = Engine(task.model(), ds_for(stage, "fp32", distributed.world()), Optim(lr=0.1, clip=0.0))
-    live.train()
-    starts, share = np.cumsum([0, *sizes]), len(sizes) // distributed.world()
-    mine = range(distributed.rank() * share, (distributed.rank() + 1) * share)
-    batches = [task.collate(rows[starts[k] : starts[k + 1]]) for k in mine]
-    total = torch.zeros((), dtype=torch.float64)
-    for summed in task.losses(live.model, batches):
-        live.backward(summed / QUERIES)
-        total += (summed / QUERIES).detach()
-    gradients: dict[str, Tensor] = {}
-    live.step(
-        0.1,
-        watch=lambda named: gradients.update({name: gradient.clone() for name, gradient in named}),
-    )
-    live.destroy()
-    return float(distributed.total(total)), gradients
+    task = task_of(folder, form, cut[0])
+    return step_of(task, rows_of(task, is_one_absent=False), stage, cut[1])
 
 
 def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> list[Any]:

@@ -18,6 +18,7 @@ from trainer.errors import ProofError
 from trainer.launch import doctor
 from trainer.proof import place
 from trainer.runtime import distributed
+from trainer.switches import EXAMINE
 
 
 def _lose_a_micro_batch() -> None:
@@ -66,7 +67,7 @@ def test_a_disk_whose_locks_exclude_nobody_and_whose_clock_is_off_is_noticed(
 
 def _first_use(folder: Path, *, is_broken: bool) -> tuple[str, bool]:
     """What a first use says, and whether random state is as it was."""
-    os.environ.pop(doctor.SWITCH, None)
+    os.environ.pop(EXAMINE, None)
     if is_broken:
         _lose_a_micro_batch()
     torch.manual_seed(3)

@@ -64,7 +64,7 @@ def test_every_function_before_the_first_update_is_on_the_path_or_a_leaf(
     done = forked.run(*TRAINVAL, *argv, first=functools.partial(_trace_until_the_first_step, trace))
     assert trace.is_file(), done.stdout + done.stderr
     calls = [(file, line) for file, line in json.loads(trace.read_text())]
-    assert ("trainer/training/loop.py", _line("fit")) in calls
+    assert ("trainer/training/loop.py", _line("steps")) in calls
     assert reading_path.unexplained(iter(calls), TEXT) == []
 
 

@@ -156,8 +156,10 @@ def test_a_loop_killed_five_times_gives_the_same_vectors_bit_for_bit(whole: Plac
 
 @pytest.mark.long
 def test_the_table_tells_what_the_rounds_are_and_each_is_an_ordinary_run(whole: Place) -> None:
+    first = (whole.folder / "whole/loop/rounds.json").read_text()
     done = forked.run(*whole.words("whole", *FLAGS, "--judge", whole.judge), first=small_shards)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (whole.folder / "whole/loop/rounds.json").read_text() == first, "seconds, too"
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in done.stdout.splitlines()

@@ -159,6 +159,10 @@ def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
     [
         ({"model": "n"}, fault("vectors_of_others", key="model", was="m", now="n")),
         ({"texts": "x"}, fault("vectors_of_others", key="texts", now="x")),
+        (
+            {"precision": "bf16"},
+            fault("vectors_of_others", key="precision", was="fp32", now="bf16"),
+        ),
         ({"side": "query"}, fault("vectors_of_others", key="side", was="passage", now="query")),
         (
             {"dtype": "float16"},

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.facts import experiment
+from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.wording import Fault, fault, refused, says
+from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.evaluation.named_run import experiment_run, named_run
 from trainer.evaluation.run import Question
@@ -23,6 +25,8 @@ from trainer.harness.flags import HarnessFlags
 from trainer.harness.mteb import TrainedEncoder
 from trainer.harness.records import Evaluation, Gain, ModelScores, TaskScore, TaskScores
 from trainer.harness.run import run
+from trainer.harness.searcher import TrainedSearcher, form_of
+from trainer.protocol.task import Places
 from trainer.runtime import distributed
 from trainer.tasks.preference import trained
 from trainer.training.options import Options
@@ -304,3 +308,79 @@ def test_a_word_beside_an_experiment_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["evaluate", "6e64", "-e", "fid_tiny", "-sb", str(tmp_path)])
     assert result.exit_code == 2
     says("run_twice", " ".join(result.output.split()), word="6e64", flag="-e")
+
+
+# Searches of tokens and words
+# --------------------------------------------------------------------------------------------------
+
+PASSAGES = [
+    {"id": "a b", "title": "Ada", "text": "The key is in the cellar."},
+    {"id": "2", "title": "", "text": "The map is in the attic."},
+    {"id": "title alone", "title": "Dana", "text": ""},
+    {"id": "3", "title": "Emil", "text": "The coin is in the garden."},
+]
+ASKED = [
+    {"id": "q1", "text": "Where is the key?", "instruction": "Find it."},
+    {"id": "q2", "text": "the map"},
+]
+
+
+def searched(form: str, folder: Path) -> list[Any]:
+    """What MTEB's SearchProtocol answers, and the products of all questions and passages."""
+    values = experiment(f"retriever, {form}", folder)
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    model, of_form = task.model().eval(), form_of(task)
+    assert of_form is not None
+    searcher = TrainedSearcher(of_form, task, model, batch=3, meta=None)
+    searcher.index(PASSAGES, task_metadata=None)
+    found = [searcher.search(ASKED, top_k=k, encode_kwargs={}) for k in (2, 1000)]
+    one = {"q1": ["3", "2"]}
+    found.append(searcher.search(ASKED[:1], top_k=1, top_ranked=one, encode_kwargs={}))
+    with torch.no_grad():
+        queries = task.ids([{"text": text} for text in TEXTS_ASKED], side="query")
+        passages = task.ids(PASSAGES, side="passage")
+        if form == "late":
+            both = [task.token_vectors(model, queries, side="query")]
+            both.append(task.token_vectors(model, passages, side="passage"))
+            return [*found, task.compare(*both).tolist()]
+        asked = task.embed_words(model, queries, side="query")
+        return [*found, (asked @ task.embed_words(model, passages, side="passage").T).tolist()]
+
+
+TEXTS_ASKED = ["Where is the key? Find it.", "the map"]
+
+
+@pytest.mark.parametrize("form", ["late", "sparse"])
+def test_mteb_gets_the_scores_of_our_own_search(form: str, tmp_path: Path) -> None:
+    two, every, chosen, products = searched(form, write_facts(tmp_path))
+    for question, scores in zip(("q1", "q2"), products, strict=True):
+        wanted = {one["id"]: score for one, score in zip(PASSAGES, scores, strict=True)}
+        assert every[question] == pytest.approx(wanted, rel=1e-5)
+        best = sorted(wanted, key=lambda name: -wanted[name])[:2]
+        assert list(two[question]) == best
+    assert list(chosen["q1"]) == ["3", "2"]
+    assert chosen["q1"]["2"] == every["q1"]["2"]
+    assert not [*(tmp_path / "cache").glob("mteb-*")], "what was encoded is gone"
+
+
+@pytest.mark.long
+def test_ranks_share_a_search_of_mteb(tmp_path: Path) -> None:
+    folder = write_facts(tmp_path)
+    alone, *others = [searched("late", folder), *run_on_ranks(2, searched, "late", folder)]
+    for found in others:
+        assert found[1]["q1"] == pytest.approx(alone[1]["q1"], rel=1e-5)
+
+
+def test_a_task_that_searches_nothing_is_refused_for_tokens_and_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_facts(tmp_path)
+    values = experiment("retriever, late", folder)
+    own = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    sentences = SimpleNamespace(metadata=SimpleNamespace(name="STS12"))
+    fake = SimpleNamespace(AbsTaskRetrieval=type("Retrieves", (), {}))
+    with refused("mteb_compares_vectors", task="STS12", form="late"):
+        mteb._refuse_others(fake, [sentences], own.cfg.form)
+    with refused("mteb_rows_without_texts", keys="id, image"):
+        searcher = TrainedSearcher(form_of(own), own, None, batch=1, meta=None)  # type: ignore
+        searcher.index([{"id": "1", "image": b""}])

@@ -83,7 +83,9 @@ def test_the_program_that_a_run_was_a_part_of_has_its_malloc_back() -> None:
     assert after > PAGES / 2
 
 
-def test_a_plan_for_a_processor_leaves_room_for_kept_memory() -> None:
+def test_a_plan_for_a_processor_leaves_room_for_kept_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rates = of_data_sheet("h200")
     assert rates is not None
     gpu = rates.device
@@ -91,3 +93,8 @@ def test_a_plan_for_a_processor_leaves_room_for_kept_memory() -> None:
     processor = dataclasses.replace(rates, overlaps_launches=False).device
     assert processor.kept == KEPT
     assert processor.usable(1) == int(gpu.usable(1) / (1 + KEPT))
+    for name, word in (("LATHE_KEEP_MEMORY", "0"), ("MALLOC_MMAP_MAX_", "0")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, word)
+            given_back = dataclasses.replace(rates, overlaps_launches=False).device
+        assert given_back.usable(1) == gpu.usable(1), "the run returns what it frees"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from trainer.commands.vectors.forms import writer_of
 from trainer.models.lean.maxsim import maxsim
 from trainer.protocol.abilities import Embeds, EmbedsTokens, Reranks
 from trainer.protocol.task import DRAW, EPOCH, Places
+from trainer.retrieval.late import token_embeddings
 from trainer.tasks.retriever.late import trained
 
 FORM = "retriever, late"
@@ -302,6 +304,16 @@ def test_the_projection_of_colberts_authors_lies_beside_its_body(
     assert torch.equal(loaded(folder, base=str(tmp_path)).model().head.weight, weight)
 
 
+def test_an_encoder_keeps_the_order_of_its_rows(folder: Path) -> None:
+    task = loaded(folder)
+    model = task.model().eval()
+    encode = token_embeddings.encoder_of(task, model, side="passage", batch=2)
+    found, lengths = encode([{"id": text, "text": text} for text in PASSAGES])
+    for text, own in zip(PASSAGES, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
+        (wanted,) = vectors(task, model, [text], "passage")
+        assert np.allclose(own, wanted.numpy(), atol=1e-6), text
+
+
 # Bad input
 # --------------------------------------------------------------------------------------------------
 
@@ -343,6 +355,9 @@ def test_flags_of_other_vectors_are_refused(folder: Path) -> None:
     for flag, given in (("--dims", {"dims": 4}), ("--layers", {"layers": 1})):
         with refused("flag_of_other_form", flag=flag, form="bi", own="late"):
             writer_of(task, **{**how, **given})
+    for factor in (float("nan"), float("inf")):
+        with refused("limit_finite", flag="--pool_factor", value=factor):
+            writer_of(task, **{**how, "factor": factor})
 
 
 def test_a_model_that_does_not_fit_is_refused(folder: Path) -> None:

@@ -46,8 +46,16 @@ def test_every_pair_above_the_limit_is_found_and_no_other(least: float) -> None:
 
 def test_case_punctuation_and_the_form_of_unicode_make_no_difference() -> None:
     assert grams("Is  ＡＭＰ-kinase active?") == grams("is amp kinase ACTIVE")
+    assert grams("is_am\u00adp kin\u200base\ufeff active") == grams("is amp kinase active")
+    assert grams("cafe\u0301") == grams("CAFÉ")
     assert grams("ab") == {"ab"}
     assert grams("?!") == {"?!"}
+
+
+def test_vowels_that_are_marks_on_a_letter_tell_two_questions_apart() -> None:
+    one, other = "क\u093fल\u0947 क\u0940 द\u0940व\u093eर", "कल क\u0947 द\u0947वर"
+    assert not near_copies([one], [other], least=0.8)
+    assert near_copies([one], [one], least=1.0)
 
 
 TRAIN = [

@@ -164,6 +164,8 @@ def test_an_error_on_the_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
             ),
         )
     assert (tmp_path / "train.jsonl").read_text() == "old"
+    # what was begun takes no room on a disk that was full
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
 
 
 # BM25

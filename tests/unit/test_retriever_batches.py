@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     write_lines(folder / "topical.jsonl", rows)
     write_lines(folder / "untold.jsonl", [{**row, "topic": None} for row in rows])
+    write_lines(folder / "blank.jsonl", [{**row, "topic": " "} for row in rows])
+    write_lines(folder / "several.jsonl", [{**row, "topic": [row["topic"]]} for row in rows])
     # the same ids for other texts, and a text that two ids have
     renamed = [
         {**row, "positive_passages": [{"docid": f"p{n % 30}", "text": f"the text {n}"}]}
@@ -118,6 +121,10 @@ def test_a_row_without_a_topic_is_named(folder: Path) -> None:
     values = values_of(folder, "untold.jsonl", {"topics": {"by": "field"}})
     with refused("row_without_topic", id="0"):
         steps_of(folder, values, 1)
+    with refused("row_without_topic", id="0"):
+        steps_of(folder, values_of(folder, "blank.jsonl", {"topics": {"by": "field"}}), 1)
+    with refused("topic_kind", id="0", kind="a list"):
+        steps_of(folder, values_of(folder, "several.jsonl", {"topics": {"by": "field"}}), 1)
     mapped = values_of(
         folder, "topical.jsonl", {"topics": {"by": "field"}}, columns={"topic": "query_id"}
     )
@@ -145,6 +152,38 @@ def test_questions_of_like_words_or_vectors_are_of_one_topic(
     centres = np.stack([vectors[topics == topic].mean(0) for topic in range(3)])
     centres /= np.linalg.norm(centres, axis=1, keepdims=True)
     assert ((vectors @ centres.T).argmax(1) == topics).mean() > 0.9
+
+
+def test_clusters_of_one_encoder_are_not_taken_for_those_of_another(
+    folder: Path, tmp_path: Path
+) -> None:
+    batches = {"topics": {"by": "model", "clusters": 3}}
+    values = values_of(folder, "topical.jsonl", batches)
+    count = 0
+    for changes in (
+        {},
+        {"encoder": {"pooling": "cls"}},
+        {"encoder": {"projection": {"width": 8}}},
+        {"train": {"seed": 6}},  # which a new projection is drawn with
+    ):
+        steps_of(folder, vary(values, **changes), 1, cache=tmp_path)
+        count += 1
+        assert len([*(tmp_path / "topics").glob("*/topics.npy")]) == count, changes
+    steps_of(folder, vary(values, encoder={"temperature": 0.5}), 1, cache=tmp_path)
+    assert len([*(tmp_path / "topics").glob("*/topics.npy")]) == count, "vectors do not change"
+
+
+def test_clusters_of_a_trained_model_follow_its_projection(folder: Path, tmp_path: Path) -> None:
+    values = values_of(folder, "topical.jsonl", {"topics": {"by": "model", "clusters": 3}})
+    task: Any = tasks.load(tasks.parse(values), Places(folder, tmp_path, folder))
+    weights = dict(task.model().state_dict())
+    for number in (1, 2):
+        task.export(weights, tmp_path / "trained")
+        own = {"topics": {"by": "model", "clusters": 3, "model": str(tmp_path / "trained")}}
+        steps_of(folder, values_of(folder, "topical.jsonl", own), 1, cache=tmp_path)
+        assert len([*(tmp_path / "topics").glob("*/topics.npy")]) == number
+        shutil.rmtree(tmp_path / "trained")
+        weights["pooler.linear_q.weight"] = -weights["pooler.linear_q.weight"]
 
 
 def test_what_becomes_of_the_rows_is_told(folder: Path) -> None:
@@ -201,6 +240,13 @@ def test_batches_that_cannot_be_made_are_refused(
     values = values_of(folder, "topical.jsonl", {"distinct": True})
     with refused(wrong):
         tasks.parse(vary(values, **changes))
+
+
+def test_a_form_without_a_vector_of_a_query_has_no_topics_by_model(folder: Path) -> None:
+    values = experiment("retriever, late", folder)
+    tasks.parse(vary(values, data={"batches": {"topics": {"by": "words"}}}))
+    with refused("topics_of_no_vectors", form="late"):
+        tasks.parse(vary(values, data={"batches": {"topics": {"by": "model"}}}))
 
 
 def test_a_model_of_topics_is_looked_for_and_must_read_these_tokens(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
+from trainer.files.held_lock import HeldLock
 from trainer.retrieval.negatives import RankRange
 from trainer.rounds.dictionaries import all_rounds, checked, refuse_no_teacher
 from trainer.rounds.leaks import Guard
+from trainer.rounds.loop import run_rounds
 from trainer.rounds.plan import Loop, Mining
 from trainer.rounds.sources import LoopFiles, QuestionFile
+from trainer.training.options import Options
 
 
 def retriever(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -59,11 +64,23 @@ def test_a_prefix_stays_and_a_tokenizer_below_the_data_is_found_again(tmp_path: 
     assert checked(values, None) == values
 
 
+def test_the_model_of_topics_is_found_again_below_the_data(tmp_path: Path) -> None:
+    batches = {"topics": {"by": "model", "model": "old/best"}}
+    values = retriever(tmp_path, data={"batches": batches})
+    own = checked(values, tmp_path)
+    assert own["data"]["batches"]["topics"]["model"] == str((tmp_path / "old/best").resolve())
+    assert values["data"]["batches"] == batches
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
         ({"base": TINY_BERT}, fault("rounds_random")),
         ({"init_from": "x"}, fault("rounds_keys", keys="init_from")),
+        (
+            {"data": {"batches": {"topics": {"by": "field"}}}},
+            fault("rounds_keys", keys='data.batches.topics.by="field"'),
+        ),
         ({"data": {"valid_sets": {"a": "b.jsonl"}}}, fault("rounds_keys", keys="data.valid_sets")),
         (
             {"encoder": {"learn_temperature": True}},
@@ -111,6 +128,16 @@ def test_an_unknown_way_to_mine_is_refused() -> None:
         Loop({}, 1, Path("out"), Mining(RankRange(3)), Guard(), by.replace("hand", "fp8"))
 
 
+def test_a_search_by_words_wants_its_package_before_anything_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    Mining(RankRange(3))
+    for by in ("bm25", "both"):
+        with refused("extra_not_installed", name="bm25s", extra="bm25"):
+            Mining(RankRange(3), by)
+
+
 def files(folder: Path, **changes: Any) -> LoopFiles:
     rows = [
         {"query_id": f"q{n}", "query": f"{n} {'abcdefghij'[n % 10] * 9}?", "gold": "p0"}
@@ -144,6 +171,47 @@ def test_validation_questions_are_wanted_once(tmp_path: Path) -> None:
         files(tmp_path, valid=QuestionFile(tmp_path / "v.jsonl"), valid_share=0.1)
     with refused("valid_share", value=1.0):
         files(tmp_path, valid_share=1.0)
+
+
+def test_a_share_that_holds_all_questions_out_is_refused(tmp_path: Path) -> None:
+    with refused("share_leaves_none", share=0.9999, count=40):
+        files(tmp_path, valid_share=0.9999).read(Guard(1.0))
+
+
+def test_training_questions_without_a_relevant_passage_are_refused(tmp_path: Path) -> None:
+    own = files(tmp_path, valid=QuestionFile(tmp_path / "queries.jsonl"))
+    (tmp_path / "train.jsonl").write_text('{"query_id": "t", "query": "without an answer"}\n')
+    with refused("no_train_positive", count=1):
+        replace(own, train=QuestionFile(tmp_path / "train.jsonl")).read(Guard(1.0))
+
+
+def test_passages_that_are_absent_or_named_twice_are_refused_before_the_first_encoding(
+    tmp_path: Path,
+) -> None:
+    sources = files(tmp_path, valid_share=0.25)
+    read = sources.read(Guard(1.0))
+    read.refuse_bad_ids()
+    corpus = sources.passages
+    corpus.write_text(corpus.read_text() + '{"docid": "p0", "text": "t"}\n')  # the same again
+    with refused("id_of_two_texts", what="passages", id="p0", text="t"):
+        read.refuse_bad_ids()
+    corpus.write_text('{"docid": "p1", "text": "t"}\n')
+    with refused("passage_missing", passage="p0", missing=1, count=1):
+        read.refuse_bad_ids()
+
+
+def test_a_loop_of_another_process_is_refused(tmp_path: Path) -> None:
+    loop = Loop({}, 1, tmp_path / "loop", Mining(RankRange(3)))
+    other = HeldLock(tmp_path / ".loop.lock", what="the loop")
+    other.acquire()
+    with refused("rounds_held", folder=tmp_path / "loop"):
+        run_rounds(loop, files(tmp_path, valid_share=0.25), Options(tmp_path))
+    other.release()
+    # the lock file is no lock once it is removed by hand: the folder is locked besides
+    other.hold(tmp_path / "loop")
+    with refused("rounds_held", folder=tmp_path / "loop"):
+        run_rounds(loop, files(tmp_path, valid_share=0.25), Options(tmp_path))
+    other.release()
 
 
 def test_validation_questions_without_a_relevant_passage_are_refused(tmp_path: Path) -> None:

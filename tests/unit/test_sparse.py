@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 from scipy import sparse as scipy_sparse
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForMaskedLM
 
 from tests.facts import LLAMA, TINY_BERT, experiment, write_facts
 from tests.wording import refused
 from trainer import tasks
-from trainer.commands.vectors.forms import search_words, writer_of
+from trainer.commands.vectors.forms import search_words, stored, writer_of
 from trainer.models import losses
 from trainer.models.packed.layout import pack
 from trainer.protocol.abilities import Embeds, EmbedsWords
@@ -95,6 +97,36 @@ def test_logits_of_more_than_a_chunk_never_exist(monkeypatch: pytest.MonkeyPatch
         states, drawn(VOCABULARY, WIDTH), None, TextCells.of_stream(stream), "max"
     ).sum().backward()
     assert largest == 64
+
+
+class Alive(TorchDispatchMode):
+    """Counts the tensors of at least so many bytes that are there at the same time."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._nbytes, self._now, self.most = nbytes, dict[int, Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().nbytes() >= self._nbytes:
+            storage = out.untyped_storage()
+            key = storage._cdata
+            self._now[key] = weakref.ref(storage, lambda _: self._now.pop(key))
+            self.most = max(self.most, len(self._now))
+        return out
+
+
+@pytest.mark.parametrize("how", ["max", "sum"])
+def test_the_logits_of_one_chunk_are_freed_before_the_next(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 64)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 1)
+    places = TextCells.of_stream(pack([[1] * 64 for _ in range(5)], bucketed=True))
+    inputs = (drawn(5 * 64, 1), drawn(VOCABULARY, 1, seed=1))
+    with Alive(64 * VOCABULARY * 8) as alive:
+        pooled(*inputs, None, places, how).sum().backward()
+    assert alive.most == 1
 
 
 def test_a_text_has_the_weights_of_its_logits_by_transformers(folder: Path, tmp_path: Path) -> None:
@@ -190,14 +222,14 @@ def written(folder: Path, weights: Tensor, *, side: Any = "passage", **how: Any)
 def test_a_search_finds_what_dense_products_do_in_any_blocks(tmp_path: Path) -> None:
     queries, passages = some_weights(9, 5), some_weights(40, 6)
     queries[4] = 0  # a question without words has no hit
-    stored = written(tmp_path / "p", passages)
+    corpus = written(tmp_path / "p", passages)
     asked = written(tmp_path / "q", queries, side="query")
     assert (tmp_path / "p" / "ids.txt").read_text().split()[:2] == ["passage0", "passage1"]
     assert scipy_sparse.load_npz(tmp_path / "p" / "vectors-00000.npz").shape == (7, VOCABULARY)
     wanted_QK, rows_QK = (queries @ passages.T).sort(dim=1, descending=True, stable=True)
     for passage_block, query_block in ((64, 64), (3, 2)):
         blocks = {"passage_block": passage_block, "query_block": query_block}
-        found = word_search.search(asked, [stored], depth=5, **blocks)
+        found = word_search.search(asked, [corpus], depth=5, **blocks)
         for number in range(9):
             if number == 4:
                 assert found.hits.rows[number].tolist() == [-1] * 5
@@ -208,7 +240,30 @@ def test_a_search_finds_what_dense_products_do_in_any_blocks(tmp_path: Path) -> 
             )
     shared = ((queries > 0)[:, None] & (passages > 0)).sum(-1).double().mean()
     assert found.flops == pytest.approx(float(shared))
-    assert stored.words == pytest.approx(float((passages > 0).sum(1).double().mean()))
+    assert corpus.words == pytest.approx(float((passages > 0).sum(1).double().mean()))
+
+
+def test_weights_of_float16_are_read_again_without_those_that_it_rounds_to_0(
+    tmp_path: Path,
+) -> None:
+    weights = some_weights(9, 7)
+    weights[2] = 0
+    weights[3, 5] = 1e-9
+    corpus = written(tmp_path / "p", weights, dtype="float16")
+    got = np.concatenate([matrix.toarray() for matrix in corpus.matrices()])
+    assert np.array_equal(got, weights.half().float().numpy())
+    assert corpus.stored == (got > 0).sum() < (weights > 0).sum()
+    with np.load(tmp_path / "p" / "vectors-00000.npz") as file:
+        assert file["data"].dtype == np.float16
+        assert len(file["data"]) == len(file["indices"]) == file["indptr"][-1]
+    found = word_search.search(written(tmp_path / "q", weights, side="query"), [corpus], depth=1)
+    assert found.hits.rows[2].tolist() == [-1]
+    weights[0, 0] = 1e5
+    with refused("vectors_dtype", dtype="float16", value="1e+05"):
+        written(tmp_path / "large", weights, dtype="float16")
+    weights[0, 0] = torch.nan
+    with refused("not_finite"):
+        written(tmp_path / "nan", weights)
 
 
 def test_a_search_tells_how_many_words_texts_have(
@@ -217,8 +272,8 @@ def test_a_search_tells_how_many_words_texts_have(
     weights = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]])
     written(tmp_path / "p", weights)
     written(tmp_path / "q", weights[:1], side="query")
-    found = search_words(tmp_path / "q", [tmp_path / "p"], depth=3, verify=True)
-    assert found.hits.rows.tolist() == [[0, 1, -1]]
+    both = stored("sparse", tmp_path / "q", [tmp_path / "p"], verify=True)
+    assert search_words(*both, 3).rows.tolist() == [[0, 1, -1]]
     said = "2.0 words of a question, 1.5 of a passage, 1.500 in common"
     assert said in capsys.readouterr().out
 
@@ -333,7 +388,7 @@ def test_flags_and_folders_of_other_forms_are_refused(folder: Path, tmp_path: Pa
     assert embeddings.form_of(tmp_path / "p") == "sparse"
     written(tmp_path / "q", some_weights(2, 1), side="query", model="other")
     with refused("vectors_of_two_models"):
-        search_words(tmp_path / "q", [tmp_path / "p"], depth=3, verify=False)
+        stored("sparse", tmp_path / "q", [tmp_path / "p"], verify=False)
     narrow = written(tmp_path / "narrow", some_weights(2, 1)[:, :9])
     asked = written(tmp_path / "asked", some_weights(2, 1), side="query")
     with refused("words_of_two_widths", width=9, other=VOCABULARY):

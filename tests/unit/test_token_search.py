@@ -170,11 +170,15 @@ def test_a_search_compares_vectors_of_one_form_and_model(tmp_path: Path) -> None
 
     def run(passages: str, *flags: str) -> Any:
         folders = ["--queries", str(tmp_path / "q"), "--passages", str(tmp_path / passages)]
-        out = ["--depth", "2", "--out", str(tmp_path / "run.trec")]
+        out = ["--out", str(tmp_path / "run.trec")]
         return forked.run(*TRAINER, "search", *folders, *out, *flags)
 
-    done = run("p")
-    assert done.returncode == 0, done.stdout + done.stderr
+    # no more hits than there are passages are kept in memory
+    for depth in (2, 10**12):
+        done = run("p", "--depth", str(depth))
+        assert done.returncode == 0, done.stdout + done.stderr
+        hits = read_run(tmp_path / "run.trec")
+        assert [len(hits[f"p{n}"]) for n in range(3)] == [min(depth, 5)] * 3
     scores = by_hand(texts(3, 1), texts(5, 2))
     hits = read_run(tmp_path / "run.trec")
     assert [hits[f"p{n}"][0].passage for n in range(3)] == [f"p{n}" for n in scores.argmax(axis=1)]

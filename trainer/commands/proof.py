@@ -95,6 +95,7 @@ def _replay(
     from trainer.training.run_plan import plan
 
     replay = _replays()
+    replay.refuse_together(folder)
     values = options.experiment(None, folder.name, None, folder.parent, None)
     distributed.init()
     world = distributed.world()

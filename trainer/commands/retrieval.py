@@ -134,6 +134,7 @@ def encode(
     texts, count = on_main(read)
     rows = shard_rows or writer.store.shard_rows(count, distributed.world())
     plan = {"side": side, "dtype": dtype, "count": count, "model": weights, "texts": texts}
+    plan["precision"] = precision
     how = {"side": side, "batch": batch or 64, "precision": precision}
     vectors = writer.store.write(
         out,

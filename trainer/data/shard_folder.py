@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
 
 from trainer.errors import ConfigError, DataError, LatheError, StorageError, UserError
 from trainer.files.atomic import aside, refusals, size_of, write_json
@@ -78,19 +81,45 @@ class ShardFolder:
                 f"{path} cannot be read ({error}). Delete {self.path} and {self.command} anew."
             ) from error
 
-    def begin(self, plan: Values, *, choice: str) -> Values:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other command writes here, unless all is written already. A collective.
+        ConfigError at once when another one does; a process that is killed lets go of its lock.
+        """
+        path = self.path.resolve()
+        lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+        distributed.on_main(lambda: self._claim(lock))
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _claim(self, lock: FileLock) -> None:
+        if self.is_finished:
+            return
+        with refusals(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{self.path}: another process is writing it. Wait for it, or name another "
+                f"{self.flag}."
+            ) from None
+
+    def begin(self, plan: Values, *, choice: str, usual: Values | None = None) -> Values:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
-        choice: the one key that may differ; the folder's value of it counts. ConfigError when
-        another key differs.
+        choice: the one key that may differ; the folder's value of it counts. usual: what holds
+        where a plan does not say a key. ConfigError when another key differs.
         """
         try:
-            begun = distributed.on_main(lambda: self._begun(plan))
+            begun = {**(usual or {}), **distributed.on_main(lambda: self._begun(plan))}
         except UserError as error:
             raise self.refusal(str(error)) from error
         differences = "; ".join(
             f"{name} was {begun.get(name)!r}, is {value!r}"
-            for name, value in json.loads(json.dumps(plan)).items()
+            for name, value in json.loads(json.dumps({**(usual or {}), **plan})).items()
             if name not in (choice, "format") and begun.get(name) != value
         )
         if differences:

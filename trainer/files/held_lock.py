@@ -22,9 +22,12 @@ class HeldLock:
     If the folder itself is locked too, the next process is refused at once.
     """
 
-    def __init__(self, path: Path, *, what: str) -> None:
-        """what: for messages, such as a run folder."""
+    def __init__(
+        self, path: Path, *, what: str, doing: str = "is training this experiment"
+    ) -> None:
+        """For messages: what is locked, such as a run folder, and what its holder is doing."""
         self._lock, self._path, self._what = FileLock(path, timeout=0), path, what
+        self._doing = doing
         self._identity: tuple[int, int] | None = None
         self._folder: int | None = None
 
@@ -52,8 +55,8 @@ class HeldLock:
 
     def _is_held(self, path: Path) -> ResumeError:
         return ResumeError(
-            f"{self._what}: another process is training this experiment (it holds {path}). Wait "
-            "for it, or stop it."
+            f"{self._what}: another process {self._doing} (it holds {path}). Wait for it, or stop "
+            "it."
         )
 
     def check(self) -> None:

@@ -27,7 +27,8 @@ from trainer.harness.records import (
     TaskScores,
     model_name,
 )
-from trainer.protocol.abilities import Embeds, Side
+from trainer.harness.searcher import TrainedSearcher, form_of
+from trainer.protocol.abilities import Side
 from trainer.retrieval.embeddings import Encoder, encoder_of, fingerprint
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -110,7 +111,8 @@ def evaluate(
     logging.getLogger("mteb").setLevel(logging.WARNING)
     for question in questions:
         package = tasks.parse(question.values).package
-        if not issubclass(importlib.import_module(f"trainer.tasks.{package}.task").Task, Embeds):
+        kind = importlib.import_module(f"trainer.tasks.{package}.task").Task
+        if not any(hasattr(kind, name) for name in ("embed", "token_vectors", "embed_words")):
             raise ConfigError(
                 f"--mteb: task {package!r} computes no vectors of texts. Give a run of a retriever."
             )
@@ -171,7 +173,6 @@ def _tasks_of_file(mteb: Any, path: Path) -> dict[str, Any]:
 
 def _of_model(mteb: Any, question: Question, selection: list[Any], options: Options) -> ModelScores:
     task, model, folder = open_model(question, options)
-    assert isinstance(task, Embeds), "evaluate() refuses others"
     train = task.cfg.train
     batch = question.batch or train.eval_batch or train.micro_batch
     weights = on_main(lambda: fingerprint(folder, task.fingerprint()))
@@ -179,14 +180,21 @@ def _of_model(mteb: Any, question: Question, selection: list[Any], options: Opti
     meta = model_meta.ModelMeta.create_empty(
         {"name": f"lathe/{folder.name}", "revision": weights, "modalities": ["text"]}
     )
-    encoders: dict[Side, Encoder] = {
-        "query": encoder_of(task, model, side="query", batch=batch),
-        "passage": encoder_of(task, model, side="passage", batch=batch),
-    }
+    form = form_of(task)
+    of_task: Any = task  # evaluate() refuses others
+    if form is None:
+        encoders: dict[Side, Encoder] = {
+            "query": encoder_of(of_task, model, side="query", batch=batch),
+            "passage": encoder_of(of_task, model, side="passage", batch=batch),
+        }
+        asked: Any = TrainedEncoder(encoders, meta)
+    else:
+        _refuse_others(mteb, selection, of_task.cfg.form)
+        asked = TrainedSearcher(form, task, model, batch=batch, meta=meta)
     log.info("%s: tasks of MTEB, %d texts at a time", folder, batch)
     try:
         results = mteb.evaluate(
-            TrainedEncoder(encoders, meta),
+            asked,
             selection,
             co2_tracker=False,
             cache=None,
@@ -203,6 +211,16 @@ def _of_model(mteb: Any, question: Question, selection: list[Any], options: Opti
         for one, of_task in zip(results.task_results, selection, strict=True)
     }
     return ModelScores(model_name(question.model, folder), folder, weights, of_tasks)
+
+
+def _refuse_others(mteb: Any, selection: list[Any], form: str) -> None:
+    """ConfigError for a task that does not search, such as one that compares sentences."""
+    others = [one.metadata.name for one in selection if not isinstance(one, mteb.AbsTaskRetrieval)]
+    if others:
+        raise ConfigError(
+            f'--mteb {others[0]}: it compares one vector of each text, and form="{form}" makes '
+            "none. Name tasks of retrieval or reranking."
+        )
 
 
 def _scores(result: Any, metadata: Any) -> TaskScores:

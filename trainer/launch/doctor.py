@@ -26,6 +26,7 @@ from trainer.config.schema import Experiment
 from trainer.errors import ProofError
 from trainer.files.atomic import write_json
 from trainer.runtime import distributed, rng
+from trainer.switches import EXAMINE, is_on
 from trainer.training.engine import Engine
 
 STEPS, WIDTH, LR = 4, 8, 0.01
@@ -40,7 +41,6 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3}
 NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 STAGES = (0, 1, 2, 3)
-SWITCH = "LATHE_EXAMINE"  # in the environment; "off": no run examines
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def before_first_use(stage: int, cache_dir: Path) -> None:
 
     ProofError if the engine differs from plain torch; on a GPU a warning. Random state is kept.
     """
-    if os.environ.get(SWITCH) == "off":
+    if not is_on(EXAMINE, os.environ, default=True):
         return
     facts = {name: version(name) for name in ("deepspeed", "torch")}
     facts |= {"stage": str(stage), "device": distributed.device().type}
@@ -166,7 +166,7 @@ def before_first_use(stage: int, cache_dir: Path) -> None:
         if distributed.is_gpu():  # the tolerances were not measured on GPUs
             log.warning("%sIt trains all the same.", text)
             return
-        raise ProofError(f"{text}{SWITCH}=off in the environment trains all the same.")
+        raise ProofError(f"{text}{EXAMINE}=off in the environment trains all the same.")
 
     def remember() -> None:
         record.parent.mkdir(parents=True, exist_ok=True)

@@ -31,13 +31,15 @@ from trainer.runtime.preemption import Preemption, Stopped
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.run_record import METRICS, STATUS
 from trainer.training.bad_steps import RolledBack
+from trainer.training.loop import to_end
 from trainer.training.run import End
 from trainer.training.run import run as run_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
     from pathlib import Path
 
+    from trainer.data.order import StepBatches
     from trainer.files.held_lock import HeldLock
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.options import Options
@@ -69,7 +71,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         optimizer=plan.cfg.optim.name,
         compiles=plan.cfg.train.compile,
     )
-    with left_out.gathering() as notes, _refused_row(plan.folder, notes):
+    with left_out.gathering() as notes, refused_row(plan.folder, notes):
         choice = choose(plan, options)  # may read rows, too
         preflight.try_own_metrics(plan, options)  # before the folder of the run is made
         with (
@@ -139,7 +141,7 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
 
 
 @contextlib.contextmanager
-def _refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
+def refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
     """Write the row that the run refused into the file of what was left out."""
     try:
         yield
@@ -167,15 +169,15 @@ def _train_or_stop(
             distributed.leave_alone()
             return "preempted"
         with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
-            return _train(choice.plan, ready)
+            return to_end(trained(choice.plan, ready))
         choice = Chosen(choice.plan)  # reads the rows again, to notice changes
 
 
-def _train(plan: RunPlan, ready: ReadyRun) -> End:
-    """Train the remaining steps, and export once all are done."""
+def trained(plan: RunPlan, ready: ReadyRun) -> Generator[StepBatches, StepBatches, End]:
+    """Train the remaining steps (loop.steps), and export once all are done."""
     session = ready.session
     try:
-        ended = run_session(session, ready.progress, inside=ready.around_steps)
+        ended = yield from run_session(session, ready.progress, inside=ready.around_steps)
         ready.tell_costs()
         if ended == "succeeded":
             name = exported_at_end(plan)

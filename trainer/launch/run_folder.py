@@ -27,8 +27,9 @@ from trainer.metrics import own
 from trainer.models import base_source
 from trainer.protocol.abilities import ArrangesRows, LearnsFromTeacher
 from trainer.runtime import distributed
-from trainer.runtime.distributed import on_main
+from trainer.runtime.distributed import is_gpu, on_main
 from trainer.survival import groups, lifeline
+from trainer.switches import CPU_KERNELS, is_on
 from trainer.telemetry.console_file import kept_console
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
@@ -54,6 +55,7 @@ WRITTEN_AGAIN = (
     "memory_plan.json",
 )
 _TEACHER = "teacher"  # the key of its digest in data.json
+_KERNELS = "cpu_kernels"  # the key of data.json, where LATHE_CPU_KERNELS=1 is set
 _TOPICS = "topics of data.batches"  # the key of their digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
@@ -300,10 +302,27 @@ def check_identity(
             )
         digests = own.digests(plan.cfg.own_metrics, plan.folder)
         of_metrics = {"metrics": digests} if digests else {}
-        write_json(path, {"identity": now, "splits": facts, **of_metrics})
+        write_json(path, {"identity": now, "splits": facts, **of_metrics, **_of_kernels(path)})
         return now
 
     return on_main(check)
+
+
+def _of_kernels(path: Path) -> dict[str, bool]:
+    """What data.json (`path`) says of the kernels of a processor: nothing, where they are off.
+    ResumeError when the run began with others, whose losses have other last bits.
+    """
+    is_there = path.exists() and not _problem(path, _is_identity)
+    began = _read(path).get(_KERNELS, False) if is_there else None
+    # a GPU has none of them; a processor on which the run goes on afterwards does
+    now = bool(began) if is_gpu() else is_on(CPU_KERNELS, os.environ, default=False)
+    if began not in (None, now):
+        raise ResumeError(
+            f"{path.parent}: cannot resume, the run began with {CPU_KERNELS}={int(began)} and the "
+            f"environment says {int(now)}: losses would have other last bits.\nSet {CPU_KERNELS}="
+            f"{int(began)}, or start over with -r 1 (the old folder is moved aside)."
+        )
+    return {_KERNELS: True} if now else {}
 
 
 def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -37,6 +37,8 @@ from trainer.training.engine import Engine
 from trainer.training.session import Cadence, Progress, Session
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trainer.files.held_lock import HeldLock
     from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
@@ -75,6 +77,19 @@ class ReadyRun:
         late.tell(self.session.meter, self.session.record)
         if self.mirror is not None:
             logger.info("%s", self.mirror.told())
+
+
+@dataclass(frozen=True)
+class Footing:
+    """What a run stands on.
+
+    is_planned: memory is planned, and FLOPs are counted: the run has its model to itself.
+    engine_of: as engine_of() here. saves: who writes its checkpoints.
+    """
+
+    is_planned: bool
+    engine_of: Callable[[PreparedRun, Callable[[str], None]], tuple[Engine, Progress]]
+    saves: Beside
 
 
 @dataclass(frozen=True)
@@ -129,24 +144,28 @@ def start(
     record: RunRecord,
     preemption: Preemption,
     lock: HeldLock,
+    footing: Footing | None = None,
 ) -> ReadyRun:
     """Plan memory, examine DeepSpeed if this machine has not done so yet, build the engine, read
     the newest state into it, and make the session. Nothing is saved yet. A collective.
 
+    footing: of a run that trains with others; None: it trains alone.
+
     DoesNotFitError if the plan says that the run does not fit its device.
     """
     plan, cfg = run.plan, run.plan.cfg
-    memory_plan = memory.plan_before_start(run, options)
+    on = footing or Footing(True, engine_of, Beside())
+    memory_plan = memory.plan_before_start(run, options) if on.is_planned else None
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
-    live, progress = engine_of(run, record.startup.lap)
+    live, progress = on.engine_of(run, record.startup.lap)
     progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
     record.use_data(run.identity, options.data_path)
     record.status("running", step=progress.step)
-    meter = Meter(record.goodput, counts_flops=not cfg.train.compile)
+    meter = Meter(record.goodput, counts_flops=on.is_planned and not cfg.train.compile)
     meter.prediction = late.of_plan(memory_plan, plan.folder / memory.FILE)
-    chain, saves = StepChain.of(progress.links), Beside()
+    chain, saves = StepChain.of(progress.links), on.saves
     own_mirror = mirror.of_this_rank(
         options.memory, plan.id, live, step=progress.step, every=options.mirror_every
     )
@@ -204,14 +223,8 @@ def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Pro
     plan, newest = run.plan, run.newest
     _read_teacher(run, lap)
     ds = deepspeed_config.for_engine(plan.ds)
-    with engine.partitioned_loading(ds):
-        model = run.task.model()
-        freeze_whole(model, plan.cfg.train.freeze)
-    if plan.cfg.train.compile:
-        logger.info("%d blocks are compiled", compile_blocks(model))
+    model = _model_of(run, ds)
     lap("model")
-    logger.info("run folder %s", plan.folder)
-    logger.info("%s", trainable_report(model))
     if newest is not None:
         _read_start(run, lambda: run.task.model().to(distributed.device()).eval())
         engine.load_weights(model, newest.weights(engine.shapes(model)))
@@ -230,6 +243,19 @@ def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Pro
     lifeline.tell("resumed", step=progress.step, source=str(newest))
     lap("checkpoint")
     return live, progress
+
+
+def _model_of(run: PreparedRun, ds: dict[str, Any]) -> nn.Module:
+    """The task's model with what is frozen in it. ds: of the engine."""
+    plan = run.plan
+    with engine.partitioned_loading(ds):
+        model = run.task.model()
+        freeze_whole(model, plan.cfg.train.freeze)
+    if plan.cfg.train.compile:
+        logger.info("%d blocks are compiled", compile_blocks(model))
+    logger.info("run folder %s", plan.folder)
+    logger.info("%s", trainable_report(model))
+    return model
 
 
 def _read_teacher(run: PreparedRun, lap: Callable[[str], None]) -> None:

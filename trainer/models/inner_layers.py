@@ -61,14 +61,16 @@ class InnerLayers:
         return hear
 
 
-def keep_blocks(body: Any, count: int, *, key: str) -> None:
-    """Remove all but the first `count` blocks of a body, in place."""
+def keep_blocks(body: Any, count: int, *, key: str) -> bool:
+    """Remove all but the first `count` blocks of a body, in place; whether there were more."""
     _, blocks = _stack_of(body, key)
     _check([count], len(blocks), len(blocks), key)
+    has_more = len(blocks) > count
     del blocks[count:]
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if hasattr(body.config, name):
             setattr(body.config, name, count)
+    return has_more
 
 
 def final_norm(parent: nn.Module) -> nn.Module | None:

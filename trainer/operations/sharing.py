@@ -1,13 +1,13 @@
-"""Which runs may share a base: those whose dictionaries differ in their adapters alone."""
+"""Which runs may share a base: those whose dictionaries differ in what each has of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-# What each run has of its own, in a worker that it shares.
+# What each driven run has of its own, in a worker that it shares.
 OWN = (
     "lora",
     "optim",
@@ -19,12 +19,32 @@ OWN = (
     "data.put_aside_s",
     "data.together",
 )
+# What each experiment of a group has of its own that is trained together (--together).
+OWN_OF_EXPERIMENTS = (
+    "label",
+    "lora",
+    "optim",
+    "schedule",
+    "data",
+    *(
+        f"train.{key}"
+        for key in (
+            *("steps", "epochs", "seed", "order", "bucket_steps"),
+            *("global_batch", "micro_batch", "micro_tokens", "eval_batch"),
+            *("log_every", "eval_every", "save_every", "keep_last"),
+            *("best", "best_is", "patience", "max_lost_labels", "label_smoothing", "z_loss"),
+            *("on_bad_step", "bad_steps_allowed", "bad_steps_among", "spike_z", "spike_window"),
+        )
+    ),
+)
 
 
-def differences(host: BaseModel, guest: BaseModel) -> list[str]:
-    """The keys of two checked experiments that keep them from sharing a base; [] if they may."""
+def differences(host: BaseModel, guest: BaseModel, own: Sequence[str] = OWN) -> list[str]:
+    """The keys of two checked experiments that keep them from sharing a base; [] if they may. own:
+    the keys that may differ.
+    """
     keys = _differing(host.model_dump(mode="json"), guest.model_dump(mode="json"), "")
-    return sorted(key for key in keys if not any(_is_below(key, own) for own in OWN))
+    return sorted(key for key in keys if not any(_is_below(key, one) for one in own))
 
 
 def _is_below(key: str, own: str) -> bool:

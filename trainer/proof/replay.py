@@ -22,6 +22,7 @@ from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
 from trainer.launch.prepare import prepare
 from trainer.launch.start import start as start_run
+from trainer.launch.together import run_together as together
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.chain import PROOF, damage
@@ -83,6 +84,16 @@ class Replay:
     differing: list[list[Any]]  # [step, the run's line, this one's] of the others, in order
     then: dict[str, str]  # what the checkpoint was made with
     now: dict[str, str]
+
+
+def refuse_together(folder: Path) -> None:
+    """ConfigError for a run that was trained with others on one base."""
+    if (folder / together.FILE).exists():
+        raise ConfigError(
+            f"{folder}: it was trained with others on one base (--together), so that its last bits "
+            "depend on the lengths of their rows. Got --replay, want its lines checked alone: "
+            "leave --replay and --from out."
+        )
 
 
 def starts(folder: Path, *, world: int) -> list[int]:

@@ -5,6 +5,9 @@ ids.txt          one id a line, in the order of the vectors; written before meta
 vectors-<n>.npy  (rows, D) float16 or float32, or (rows,) records of int8 or binary
                  (trainer/retrieval/stored_forms.py); every shard but the last has the plan's rows
 meta.json        the plan with D, every shard's record, and the recall of int8 or binary
+
+A Store says how the vectors of one form of retriever lie there: this one a vector for each text,
+late/token_embeddings.py and sparse/word_weights.py the others.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import hashlib
 import io
 import json
 import logging
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 from trainer.data.shard_folder import META, PLAN, ShardFolder, Values
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, sha256_of
-from trainer.files.safetensors_file import WrittenFile, checksum_problem
+from trainer.files.safetensors_file import Block, WrittenFile, checksum_problem
 from trainer.protocol.task import Row
 from trainer.retrieval import stored_forms
 
@@ -38,21 +42,14 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_ROWS = 65_536  # what a kill costs a rank at most; 96 MiB of 768 fp16 numbers each
 _IDS = "ids.txt"
 
+T = TypeVar("T")
+Precision = Literal["fp32", "bf16"]
 Encoder = Callable[[Sequence[Row]], Tensor]  # N texts -> (N, D) on any device
-
-
-class ShardPlan(Protocol):
-    """Which rows each shard of a folder holds."""
-
-    @property
-    def shard_rows(self) -> int: ...
-
-    def rows(self, shard: int) -> range: ...
 
 
 @dataclass(frozen=True)
 class EmbeddingsPlan:
-    """What an embedding folder is to hold; a folder that was begun with another plan is not
+    """What a folder of vectors is to hold; a folder that was begun with another plan is not
     continued.
     """
 
@@ -60,15 +57,24 @@ class EmbeddingsPlan:
     texts: str  # digest of ids and texts
     side: Side
     dtype: stored_forms.Form
-    count: int  # vectors
+    count: int  # texts
     shard_rows: int
+    precision: Precision = field(default="fp32", kw_only=True)  # of the model
+
+    @property
+    def stated(self) -> Values:
+        """What plan.json says: of fp32 nothing, as earlier versions."""
+        values = asdict(self)
+        if self.precision == "fp32":
+            del values["precision"]
+        return values
 
     @property
     def num_shards(self) -> int:
         return -(-self.count // self.shard_rows)
 
     def rows(self, shard: int) -> range:
-        """The vectors of one shard."""
+        """The texts of one shard."""
         return range(self.count)[shard * self.shard_rows : (shard + 1) * self.shard_rows]
 
 
@@ -93,25 +99,58 @@ class StoredVectors:
             )
         return ids
 
+    def opened(
+        self, number: int, read: Callable[[Path], T], *, shape: tuple[int, ...], dtype: np.dtype
+    ) -> T:
+        """What `read` makes of the file of a shard, which has a shape and a dtype; DataError when
+        it cannot be read, or these are others.
+        """
+        path = self.folder / self.shards[number].name
+        try:
+            found: Any = read(path)
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
+            ) from error
+        if found.shape != shape or found.dtype != dtype:
+            raise DataError(
+                f"{path} holds {found.shape} {found.dtype}, want {shape} {self.plan.dtype}. "
+                "Encode anew."
+            )
+        return found
+
+    def mapped(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The memory-mapped array of a shard."""
+
+        def read(path: Path) -> np.ndarray:
+            # torch takes no read-only memory
+            return np.load(path, mmap_mode="c", allow_pickle=False)
+
+        return self.opened(number, read, shape=shape, dtype=dtype)
+
 
 @dataclass(frozen=True)
 class Embeddings(StoredVectors):
     """A finished folder of one vector for each text."""
 
     plan: EmbeddingsPlan
-    recall: dict[str, float]  # of int8 or binary by depth (stored_forms.recalls); else empty
+    # of int8 or binary by depth (stored_forms.recalls); else empty
+    recall: dict[str, float] = field(default_factory=dict[str, float])
 
     @cached_property
     def vectors(self) -> list[np.ndarray]:
         """The vectors of every shard as they are stored, memory-mapped (stored_forms.floats makes
         them numbers); DataError when a file is not what meta.json says.
         """
-        return [self._map(number, record) for number, record in enumerate(self.shards)]
+        dtype = stored_forms.file_dtype(self.plan.dtype, self.dim)
+        width = () if dtype.names else (self.dim,)
+        counts = [len(self.plan.rows(number)) for number in range(len(self.shards))]
+        return [self.mapped(number, (rows, *width), dtype) for number, rows in enumerate(counts)]
 
     @cached_property
     def digest(self) -> str:
         """Names these vectors: of what plan.json says and of every shard's content."""
-        content = [asdict(self.plan), [record.sha256 for record in self.shards]]
+        content = [self.plan.stated, [record.sha256 for record in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -123,50 +162,12 @@ class Embeddings(StoredVectors):
             for depth, recall in self.recall.items()
         ]
 
-    def _map(self, number: int, record: WrittenFile) -> np.ndarray:
-        path, rows = self.folder / record.name, len(self.plan.rows(number))
-        dtype = stored_forms.file_dtype(self.plan.dtype, self.dim)
-        shape = (rows,) if dtype.names else (rows, self.dim)
-        try:
-            vectors = np.load(
-                path, mmap_mode="c", allow_pickle=False
-            )  # torch takes no read-only memory
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
-            ) from error
-        if vectors.shape != shape or vectors.dtype != dtype:
-            raise DataError(
-                f"{path} holds {vectors.shape} {vectors.dtype}, want {shape} {self.plan.dtype}. "
-                "Encode anew."
-            )
-        return vectors
-
-
-def read(folder: Path) -> Embeddings:
-    """A finished folder; ConfigError when there is none, or it is not finished."""
-    shards = _shards(folder)
-    if not shards.is_finished:
-        state = (
-            "is not finished: run the same encode command again"
-            if shards.is_begun
-            else "is not there"
-        )
-        raise ConfigError(f"{folder}: {META} is missing. This folder of vectors {state}.")
-
-    def convert(meta: Values) -> Embeddings:
-        records = [WrittenFile(**record) for record in meta.pop("shards")]
-        dim, recall = meta.pop("dim"), meta.pop("recall", {})
-        return Embeddings(folder, EmbeddingsPlan(**meta), dim, records, recall)
-
-    return shards.read(META, convert)
-
 
 def form_of(folder: Path) -> str:
     """Which form of retriever made a folder of vectors: what its plan says, else "bi". DataError
     when the plan cannot be read.
     """
-    shards = _shards(folder)
+    shards = _folder(folder, ".npy")
     if not shards.is_begun:
         return "bi"  # read() says what is missing
     return shards.read(PLAN, lambda plan: str(plan.get("form", "bi")))
@@ -181,8 +182,8 @@ def verify(embeddings: StoredVectors) -> None:
     ]
     if problems:
         raise DataError(
-            f"{embeddings.folder}: {'; '.join(problems)}. Delete these shards' .npy and .json and "
-            "encode again."
+            f"{embeddings.folder}: {'; '.join(problems)}. Delete these files and the .json of "
+            "each, and encode again."
         )
 
 
@@ -229,78 +230,158 @@ def digest_of(rows: Iterable[Row]) -> tuple[str, int]:
     return digest.hexdigest(), count
 
 
+# Encoding
+# --------------------------------------------------------------------------------------------------
+
+
 def encoder_of(
-    task: Embeds,
-    model: nn.Module,
-    *,
-    side: Side,
-    batch: int,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    task: Embeds, model: nn.Module, *, side: Side, batch: int, precision: Precision = "fp32"
 ) -> Encoder:
-    """A function from N rows to their (N, D) fp32 vectors on the CPU, `batch` rows of like length
-    at a time.
+    """A function from N rows to their (N, D) fp32 vectors on the CPU, by in_batches."""
+    how: Any = {"side": side, "batch": batch, "precision": precision}
 
-    model: in evaluation mode, on the device to be used. precision: bf16 runs it under autocast.
-    """
-    device = next(model.parameters()).device
+    def embed(ids: list[list[int]]) -> Tensor:
+        return task.embed(model, ids, side=side).float().cpu()
 
-    @torch.no_grad()
     def encode(rows: Sequence[Row]) -> Tensor:
-        names = ("title", "text") if side == "passage" else ("text",)
-        ids = task.ids(
-            [{name: row[name] for name in names if name in row} for row in rows], side=side
-        )
-        order = sorted(
-            range(len(ids)), key=lambda row: len(ids[row]), reverse=True
-        )  # what needs most memory first
-        parts: list[Tensor] = []
-        for start in range(0, len(order), batch):
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                vectors = task.embed(
-                    model, [ids[row] for row in order[start : start + batch]], side=side
-                )
-            parts.append(vectors.float().cpu())
+        order, parts = in_batches(embed, task, model, rows, **how)
         vectors = torch.cat(parts)
         return vectors.new_empty(vectors.shape).index_copy_(0, torch.tensor(order), vectors)
 
     return encode
 
 
-# Writing
+@torch.no_grad()
+def in_batches(
+    embed: Callable[[list[list[int]]], T],
+    task: Any,
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    side: Side,
+    batch: int,
+    precision: Precision,
+) -> tuple[list[int], list[T]]:
+    """The places of the rows in the order in which they are encoded, and what `embed` gives for the
+    ids of `batch` of them at a time: rows of like length.
+
+    model: in evaluation mode, on the device to be used. precision: bf16 runs it under autocast.
+    """
+    names = ("title", "text") if side == "passage" else ("text",)
+    ids = task.ids([{name: row[name] for name in names if name in row} for row in rows], side=side)
+    # what needs most memory first
+    order = sorted(range(len(ids)), key=lambda row: len(ids[row]), reverse=True)
+    device, parts = next(model.parameters()).device, list[T]()
+    for start in range(0, len(order), batch):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            parts.append(embed([ids[row] for row in order[start : start + batch]]))
+    return order, parts
+
+
+# Folders
 # --------------------------------------------------------------------------------------------------
 
-
-def write(
-    folder: Path, rows: Callable[[], Iterable[Row]], encoder: Encoder, *, plan: EmbeddingsPlan
-) -> Embeddings:
-    """Every row of `rows()`, which must have an "id", as a vector in `folder`; what is there
-    already is kept.
-
-    A collective, in which each rank reads the rows for itself and writes some of the shards. A
-    folder that was begun is continued with the shards it was begun with. ConfigError when it was
-    begun with another model, other texts, another side or dtype.
-    """
-    shards = _shards(folder)
-    plan = EmbeddingsPlan(**shards.begin(asdict(plan), choice="shard_rows"))
-    if not shards.is_finished:
-        own = set(shards.own_missing(plan.num_shards))
-        for number, of_shard in of_shards(rows(), plan, own):
-            _write_shard(shards, number, encoder(of_shard), plan)
-        shards.finish(plan.num_shards, lambda records: _facts(folder, rows(), plan, records))
-    return read(folder)
+P = TypeVar("P", bound=EmbeddingsPlan)
+V = TypeVar("V", bound=StoredVectors)
 
 
-def shard_rows(count: int, world: int) -> int:
+@dataclass(frozen=True)
+class Store(Generic[P, V]):
+    """How the vectors of one form of retriever lie in a folder."""
+
+    content: str  # what messages call them
+    suffix: str  # of a shard
+    plan: type[P]
+    stored: type[V]
+    # what an encoder gives for a shard, and its number -> what is written, and what its record says
+    blocks: Callable[[Any, P, int], tuple[list[Block], Values]]
+    # what meta.json says of all records besides the plan, the dim and the shards
+    facts: Callable[[Path, P, list[Values]], Values]
+
+    def read(self, folder: Path) -> V:
+        """A finished folder; ConfigError when there is none, or it is not finished."""
+        shards = _folder(folder, self.suffix)
+        if not shards.is_finished:
+            state = (
+                "is not finished: run the same encode command again"
+                if shards.is_begun
+                else "is not there"
+            )
+            raise ConfigError(
+                f"{folder}: {META} is missing. This folder of {self.content} {state}."
+            )
+
+        def convert(meta: Values) -> V:
+            records = [WrittenFile(**record) for record in meta.pop("shards")]
+            names = [one.name for one in fields(self.plan) if one.name in meta]
+            plan = self.plan(**{name: meta.pop(name) for name in names})
+            return self.stored(folder=folder, plan=plan, shards=records, **meta)
+
+        return shards.read(META, convert)
+
+    def write(
+        self,
+        folder: Path,
+        rows: Callable[[], Iterable[Row]],
+        encoder: Callable[[Sequence[Row]], Any],
+        *,
+        plan: P,
+    ) -> V:
+        """The vectors of every row of `rows()`, which must have an "id", in `folder`; what is there
+        already is kept.
+
+        A collective, in which each rank reads the rows for itself and writes some of the shards. A
+        folder that was begun is continued with the shards it was begun with. ConfigError when it
+        was begun with another model, other texts, another side or dtype.
+        """
+        shards = _folder(folder, self.suffix)
+        with shards.alone():
+            self._write(shards, rows, encoder, plan)
+        return self.read(folder)
+
+    def _write(
+        self,
+        shards: ShardFolder,
+        rows: Callable[[], Iterable[Row]],
+        encoder: Callable[[Sequence[Row]], Any],
+        plan: P,
+    ) -> None:
+        how: Any = {"choice": "shard_rows", "usual": {"precision": "fp32"}}
+        begun, folder = shards.begin(plan.stated, **how), shards.path
+        plan = replace(plan, shard_rows=begun.get("shard_rows", plan.shard_rows))
+        if shards.is_finished:
+            return
+        count, own = plan.num_shards, set(shards.own_missing(plan.num_shards))
+        for number, of_shard in _of_shards(rows(), plan, own):
+            blocks, record = self.blocks(encoder(of_shard), plan, number)
+            shards.write_shard(number, blocks, rows=len(of_shard), **record)
+            done = (number + 1, count, len(of_shard))
+            logger.info("%s: shard %d of %d, %d texts", folder, *done)
+        shards.finish(count, lambda records: self._facts(folder, rows(), plan, records))
+
+    def _facts(self, folder: Path, rows: Iterable[Row], plan: P, records: list[Values]) -> Values:
+        """What meta.json says besides the shards; ids.txt is written first."""
+        dims = {record["dim"] for record in records}
+        if len(dims) != 1:
+            raise LatheError(
+                f"{folder}: shards hold {self.content} of {sorted(dims)} numbers. Delete it and "
+                "encode anew."
+            )
+        replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
+        return {**plan.stated, "dim": dims.pop(), **self.facts(folder, plan, records)}
+
+
+def shard_rows(count: int, world: int, most: int = MAX_SHARD_ROWS) -> int:
     """Rows of a shard so that every rank has some, and a kill costs little."""
-    return max(1, min(MAX_SHARD_ROWS, -(-count // world)))
+    return max(1, min(most, -(-count // world)))
 
 
-def _shards(folder: Path) -> ShardFolder:
-    return ShardFolder(folder, "vectors", ".npy", "encode", refusal=ConfigError)
+def _folder(folder: Path, suffix: str) -> ShardFolder:
+    return ShardFolder(folder, "vectors", suffix, "encode", refusal=ConfigError)
 
 
-def of_shards(
-    rows: Iterable[Row], plan: ShardPlan, shards: set[int]
+def _of_shards(
+    rows: Iterable[Row], plan: EmbeddingsPlan, shards: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
     """(shard, its rows) of the wanted shards, one in memory at a time."""
     rows_of_shard: list[Row] = []
@@ -314,48 +395,45 @@ def of_shards(
             rows_of_shard = []
 
 
-def _write_shard(shards: ShardFolder, number: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
-    exact = vectors.detach().float().cpu().numpy()
-    if not np.isfinite(exact).all():
+def as_stored(exact_ND: np.ndarray, form: stored_forms.Form, shard: int) -> np.ndarray:
+    """Vectors in the form of their folder. DivergedError for a number that is not finite,
+    ConfigError for one that float16 cannot hold.
+    """
+    if not np.isfinite(exact_ND).all():
         raise DivergedError(
-            f"shard {number}: a vector holds NaN or infinity. Use another model, or fp32."
+            f"shard {shard}: a vector holds NaN or infinity. Use another model, or fp32."
         )
-    array = stored_forms.store(exact, plan.dtype)
+    array = stored_forms.store(exact_ND, form)
     if not array.dtype.names and not np.isfinite(array).all():
         raise ConfigError(
-            f"--dtype float16: a vector reaches {np.abs(exact).max():.3g}, float16 65504. Use "
+            f"--dtype float16: a vector reaches {np.abs(exact_ND).max():.3g}, float16 65504. Use "
             "float32."
         )
+    return array
+
+
+def npy_blocks(array: np.ndarray) -> list[Block]:
+    """The bytes of an array's .npy file."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    blocks = [header.getvalue(), array.reshape(-1).view(np.uint8).data]
-    facts: Values = {"rows": len(array), "dim": exact.shape[1]}
+    return [header.getvalue(), array.reshape(-1).view(np.uint8).data]
+
+
+def _blocks(vectors: Tensor, plan: EmbeddingsPlan, shard: int) -> tuple[list[Block], Values]:
+    exact = vectors.detach().float().cpu().numpy()
+    array = as_stored(exact, plan.dtype, shard)
+    record: Values = {"dim": exact.shape[1]}
     if plan.dtype in stored_forms.SMALL:
-        facts["recall"] = stored_forms.recalls(exact, array)
-    shards.write_shard(number, blocks, **facts)
-    logger.info(
-        "%s: shard %d of %d, %d vectors", shards.path, number + 1, plan.num_shards, len(array)
-    )
+        record["recall"] = stored_forms.recalls(exact, array)
+    return npy_blocks(array), record
 
 
-def write_ids(folder: Path, rows: Iterable[Row]) -> None:
-    """Write the ids of a folder's texts, in their order."""
-    replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
+def _mean_recall(folder: Path, plan: EmbeddingsPlan, records: list[Values]) -> Values:
+    if plan.dtype not in stored_forms.SMALL:
+        return {}
+    recalls, counts = ([record[name] for record in records] for name in ("recall", "rows"))
+    return {"recall": stored_forms.mean_recalls(recalls, counts)}
 
 
-def _facts(
-    folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan, records: list[Values]
-) -> Values:
-    """What meta.json says besides the shards; ids.txt is written first."""
-    dims = {record["dim"] for record in records}
-    if len(dims) != 1:
-        raise LatheError(
-            f"{folder}: shards hold vectors of {sorted(dims)} numbers. Delete it and encode anew."
-        )
-    write_ids(folder, rows)
-    facts: Values = {**asdict(plan), "dim": dims.pop()}
-    if plan.dtype in stored_forms.SMALL:
-        facts["recall"] = stored_forms.mean_recalls(
-            [record["recall"] for record in records], [record["rows"] for record in records]
-        )
-    return facts
+_STORE = Store("vectors", ".npy", EmbeddingsPlan, Embeddings, _blocks, _mean_recall)
+read, write = _STORE.read, _STORE.write

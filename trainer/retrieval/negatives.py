@@ -18,7 +18,7 @@ import numpy as np
 from trainer.data.left_out import note
 from trainer.data.readers.rankings import Hit, Qrels, Rankings
 from trainer.errors import ConfigError, DataError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import aside
 from trainer.files.packages import extra
 from trainer.retrieval.answer_recall import AnswerFinder
 
@@ -131,7 +131,8 @@ def training_rows(
         }
     if not num_rows:
         raise DataError(
-            "no question has a positive and a negative. Give --qrels, or a deeper run and --ranks."
+            "no question has a positive and a negative. Give --qrels, another --first and --last "
+            "(of a run that is as deep), or --keep_answers."
         )
 
 
@@ -163,15 +164,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
     leaves an older file of this name as it was.
     """
     is_list, count = path.suffix == ".json", 0
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write("[\n" if is_list else "")
-            for count, row in enumerate(rows, start=1):
-                file.write(",\n" if is_list and count > 1 else "")
-                file.write(json.dumps(row, ensure_ascii=False) + ("" if is_list else "\n"))
-            file.write("\n]\n" if is_list else "")
-        temporary.replace(path)
+    with aside(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write("[\n" if is_list else "")
+        for count, row in enumerate(rows, start=1):
+            file.write(",\n" if is_list and count > 1 else "")
+            file.write(json.dumps(row, ensure_ascii=False) + ("" if is_list else "\n"))
+        file.write("\n]\n" if is_list else "")
     return count
 
 

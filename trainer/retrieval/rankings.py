@@ -18,7 +18,7 @@ import numpy as np
 from trainer.data.left_out import note
 from trainer.data.readers.rankings import Hit, Qrels, Rankings
 from trainer.errors import ConfigError, DataError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import aside
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,10 @@ def write_run(
     score, with tabs. msmarco: question, passage, rank from 1, with tabs. Scores are written so that
     float32 reads back the same.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            for question, hits in rankings.items():
-                for rank, hit in enumerate(hits, start=1):
-                    file.write(_line(question, hit, rank, format, tag))
-        temporary.replace(path)
+    with aside(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for question, hits in rankings.items():
+            for rank, hit in enumerate(hits, start=1):
+                file.write(_line(question, hit, rank, format, tag))
 
 
 def _line(question: str, hit: Hit, rank: int, format: RunFormat, tag: str) -> str:

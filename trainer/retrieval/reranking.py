@@ -108,6 +108,14 @@ def scores_of(
     the folder was begun with another model, other texts or another precision.
     """
     shards = ShardFolder(folder, "scores", ".npy", "rerank", refusal=ConfigError)
+    with shards.alone():
+        return _scores_of(shards, lists, scorer, plan)
+
+
+def _scores_of(
+    shards: ShardFolder, lists: Sequence[TextList], scorer: Scorer, plan: ScoresPlan
+) -> list[np.ndarray]:
+    folder = shards.path
     plan = ScoresPlan(**shards.begin(asdict(plan), choice="shard_questions"))
     for number in [] if shards.is_finished else shards.own_missing(plan.num_shards):
         start = number * plan.shard_questions

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from trainer import tasks
 from trainer.config.schema import RandomBase
+from trainer.config.userfile import placed
 from trainer.errors import ConfigError
 from trainer.tasks.retriever.config import Config, Data
 
@@ -29,8 +30,8 @@ def of_round(values: Values, before: Values | None, number: int, *, digest: str)
     """The dictionary of a round: the experiment's own, with the rows of the round, and from the
     second round on with the trained model of the round before as its base.
 
-    digest: of the plan of its loop. The label names it, so that rounds on other rows, of which the
-    dictionary says but a file's name, have another id.
+    digest: of the plan of its loop. It stands in the label, so that rounds on other rows have
+    another id: of its rows, the dictionary itself has only a file's name.
     """
     own = values.get("label") or "rounds"
     values = {**values, "label": f"{own} {digest[:12]}, round {number}"}
@@ -52,8 +53,9 @@ def all_rounds(values: Values, rounds: int, *, digest: str) -> list[Values]:
 
 
 def checked(values: Values, data_path: Path | None) -> Values:
-    """The experiment as its rounds take it: with a tokenizer that is found without --data_path,
-    which is another folder for them. ConfigError for one that cannot be trained in rounds.
+    """The experiment as its rounds take it: the tokenizer, and the model of data.batches.topics,
+    are found without --data_path, which is another folder for them. ConfigError for one that cannot
+    be trained in rounds.
     """
     cfg = tasks.parse(values)
     if not isinstance(cfg, Config) or cfg.form != "bi":
@@ -73,6 +75,8 @@ def checked(values: Values, data_path: Path | None) -> Values:
         "data.mix": bool(cfg.data.mix),
         "data.valid_sets": bool(cfg.data.valid_sets),
         "encoder.learn_temperature": cfg.encoder.learn_temperature,
+        'data.batches.topics.by="field"': cfg.data.batches is not None
+        and cfg.data.batches.reads_topics,
     }
     unread = [name for name, is_set in taken.items() if is_set]
     if unread:
@@ -85,7 +89,14 @@ def checked(values: Values, data_path: Path | None) -> Values:
     if isinstance(name, str) and data_path is not None and not Path(name).is_dir():
         folder = data_path / name
         if folder.is_dir():
-            return {**values, "tokenizer": str(folder.resolve())}
+            values = {**values, "tokenizer": str(folder.resolve())}
+    topics = None if cfg.data.batches is None else cfg.data.batches.topics
+    if topics is not None and topics.model is not None:
+        folder = (data_path or Path()) / placed(topics.model)
+        batches = values["data"]["batches"]
+        of_topics = {**batches["topics"], "model": str(folder.resolve())}
+        data = {**values["data"], "batches": {**batches, "topics": of_topics}}
+        values = {**values, "data": data}
     return values
 
 

@@ -23,6 +23,7 @@ from trainer.data.shard_folder import ShardFolder
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.evaluation.run import Question
 from trainer.files.atomic import read_json, refusals, write_json
+from trainer.files.held_lock import HeldLock
 from trainer.launch.ending import last_words
 from trainer.launch.group import run_group
 from trainer.rounds import stages
@@ -52,15 +53,29 @@ def run_rounds(
     """Train all rounds. Returns the exit code of the last training, and the lines of the table.
 
     options: --data_path is that of the experiment; the rounds have the loop's folder in its place.
-    strict: refuse what would be left out of the questions. A collective.
+    strict: refuse what would be left out of the questions. ResumeError when another process is at
+    work in the folder of the loop. A collective.
     """
+    out = loop.out.resolve()
+    lock = HeldLock(out.parent / f".{out.name}.lock", what=str(out), doing="makes these rounds")
+    try:
+        return _with_lock(loop, files, options, lock, strict=strict)
+    finally:
+        lock.release()
+
+
+def _with_lock(
+    loop: Loop, files: LoopFiles, options: Options, lock: HeldLock, *, strict: bool
+) -> tuple[int, list[RoundLine]]:
     read = cache(lambda: files.read(loop.guard))
 
     def begin() -> None:
         with refusals(loop.out):
             loop.out.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        lock.hold(loop.out)
         with left_out.one_reading("questions", strict=strict):
-            read()
+            read().refuse_bad_ids()
 
     on_main(begin)
     sources, of_judge = read(), loop.mining.judge
@@ -108,8 +123,9 @@ def _free() -> None:
 
 
 def _settle(values: Values) -> None:
-    """Give the GPU the settings of the trainings before the first text is encoded, and not behind
-    the first training: a loop that goes on encodes alike.
+    """Apply the settings that a training has for its device before the first text is encoded.
+    Otherwise they would hold from the first training on, and a loop that goes on after it would
+    encode other bits than one that was never stopped.
     """
     cfg = tasks.parse(values)
     device_defaults.settle(
@@ -176,7 +192,9 @@ def _line(number: int, model: Model, loop: Loop, sources: LoopTexts, judged: Jud
     log.info("round %d: %s", number, ", ".join(f"{name} {measures[name]:.4f}" for name in SHOWN))
     seconds: dict[str, float] = on_main(lambda: read_json(loop.folder(number) / SECONDS) or {})
     name = None if number == 0 else exp_id(model.question.values)
-    spent = round(sum(seconds.values()), 1)
+    # training questions are encoded and searched within the mining of the next round
+    own = (of_stage for stage, of_stage in seconds.items() if not stage.endswith(" train"))
+    spent = round(sum(own), 1)
     return RoundLine(number, name, measures, judged.judged, judged.false, spent)
 
 

@@ -8,15 +8,15 @@ their rarest n-grams (prefix filtering: Chaudhuri et al. 2006, Bayardo et al. 20
 from __future__ import annotations
 
 import math
-import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from trainer.data.formats.normal_form import normal_form
 
 GRAM = 4  # characters
-_WORDS = re.compile(r"\w+")
 _ROUNDING = 1e-9  # a limit such as .7 is no number of float64, and 7 of 10 n-grams reach it
 
 
@@ -32,8 +32,20 @@ def grams(text: str) -> frozenset[str]:
     """The n-grams of the words of a text in their normal form, with one blank between two words. A
     shorter text is one n-gram.
     """
-    words = " ".join(_WORDS.findall(normal_form(text))) or normal_form(text)
+    plain = normal_form(text)
+    words = " ".join("".join(map(_in_words, plain)).split()) or plain
     return frozenset(words[at : at + GRAM] for at in range(max(1, len(words) - GRAM + 1)))
+
+
+@lru_cache(maxsize=4096)
+def _in_words(character: str) -> str:
+    """What words have of a character: itself if it is a letter, a digit or a mark on one, as the
+    vowels of Hindi are; nothing of what cannot be seen, such as a soft hyphen; else a blank.
+    """
+    category = unicodedata.category(character)
+    if category == "Cf":
+        return ""
+    return character if category[0] in "LNM" else " "
 
 
 def near_copies(texts: Iterable[str], others: Sequence[str], *, least: float) -> list[NearCopy]:
@@ -64,8 +76,10 @@ def near_copies(texts: Iterable[str], others: Sequence[str], *, least: float) ->
 
 
 def _rarest(own: frozenset[str], counts: Counter[str], least: float) -> list[str]:
-    """The grams of which two texts of that similarity share one at least: all but as many as they
-    must share, less one, in an order that is one for all texts.
+    """The rarest grams of a text, so many that a text of that similarity has at least one of them.
+
+    Two such texts share at least n = ceil(least * len(own)) grams. All but n - 1 are taken of each
+    text, in one order for all texts: so those of the two texts have one in common.
     """
     in_order = sorted(own, key=lambda gram: (counts[gram], gram))
     return in_order[: len(own) - math.ceil(least * len(own) - _ROUNDING) + 1]

@@ -1,7 +1,7 @@
 """What a loop of rounds does, and where its files lie.
 
 plan.json              what makes up the rounds: experiment, texts, mining, judge
-bm25.trec              what a search by words ranks for the training questions
+bm25.train.trec, bm25.valid.trec    what a search by words ranks for these questions
 valid.jsonl            the validation rows of every training
 round-<n>/             of the model after n rounds; round-0 is the model that they begin with
   mined.jsonl          from round 1 on: what was mined with the vectors of the round before
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
+from trainer.files.packages import require
 from trainer.retrieval.false_negatives import JudgeLimits
 from trainer.rounds.leaks import Guard
 
@@ -56,6 +57,8 @@ class Mining:
     def __post_init__(self) -> None:
         if self.by not in get_args(MiningBy):
             raise ConfigError(f"--by {self.by}: want {', '.join(get_args(MiningBy))}.")
+        if self.by != "model":
+            require("bm25s", "bm25")  # before a corpus is encoded
 
 
 @dataclass(frozen=True)

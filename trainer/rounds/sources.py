@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from trainer.config.formats.layouts import TEVATRON
 from trainer.data.formats.held_out import PLACES, place_of_row
+from trainer.data.formats.json_text import preview
 from trainer.data.readers.passages import passages, passages_with_ids
 from trainer.data.readers.questions import queries
 from trainer.data.readers.rankings import Qrels, read_qrels
@@ -82,6 +86,26 @@ class Corpus:
     def texts(self, ids: set[str]) -> dict[str, Row]:
         return passages_with_ids(self.path, ids)
 
+    def refuse_bad_ids(self, needed: set[str]) -> None:
+        """DataError for an id that two passages have, and for one of `needed` that none has. It
+        reads every passage, and holds 8 bytes of each.
+        """
+        absent, hashes = set(needed), array("q")
+        for row in self.rows():
+            absent.discard(row["id"])
+            hashes.append(hash(row["id"]))
+        if absent:
+            self.texts(needed)  # which names one of them
+        values, counts = np.unique(np.asarray(hashes), return_counts=True)
+        candidates, seen = {*values[counts > 1].tolist()}, set[str]()
+        for row in self.rows() if candidates else ():
+            if hash(row["id"]) in candidates and row["id"] in seen:
+                raise DataError(
+                    f"{self.path}: two passages have the id {row['id']!r}, one of them "
+                    f"{preview(row['text'])}. Give every passage an id of its own."
+                )
+            seen.update([row["id"]] if hash(row["id"]) in candidates else [])
+
     @cached_property
     def digest_and_count(self) -> tuple[str, int]:
         return embeddings.digest_of(passages(self.path))
@@ -121,12 +145,23 @@ class LoopFiles:
                 f"none of the {len(valid.queries)} validation questions has a relevant passage. "
                 "Give --valid_qrels, questions with positives, or a larger --valid_share."
             )
+        if not train.queries:
+            raise DataError(
+                f"--valid_share {self.valid_share} holds all {len(valid.queries)} questions out, "
+                "and none is left to train on. Give a smaller share."
+            )
         held_out = [HeldOut("valid", valid.queries, valid.positives)]
         if self.test is not None:
             test = self.test.read()
             held_out.append(HeldOut("test", test.queries, test.positives))
         kept = without_leaks(train.queries, train.positives, held_out, guard=guard)
-        return LoopTexts(Corpus(self.passages), train.only(kept), valid)
+        train = train.only(kept)
+        if not train.qrels:
+            raise DataError(
+                f"none of the {len(kept)} training questions has a relevant passage. Give --qrels, "
+                "or questions with positives."
+            )
+        return LoopTexts(Corpus(self.passages), train, valid)
 
 
 def _parted(questions: Questions, share: float) -> tuple[Questions, Questions]:
@@ -149,6 +184,13 @@ class LoopTexts:
     corpus: Corpus
     train: Questions
     valid: Questions
+
+    def refuse_bad_ids(self) -> None:
+        """DataError for a relevant passage that the corpus lacks, and for an id that two passages
+        have, before anything is encoded.
+        """
+        of_questions = (*self.train.qrels.values(), *self.valid.qrels.values())
+        self.corpus.refuse_bad_ids({name for relevant in of_questions for name in relevant})
 
     @property
     def digests(self) -> dict[str, str]:

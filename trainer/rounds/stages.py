@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def timed(folder: Path, stage: str) -> Iterator[None]:
-    """Inside is a stage that is not done yet: when it ends well, its seconds are written, those of
-    this process. A collective.
+    """Time a stage that is not done yet. When it ends well, the seconds that this process spent on
+    it are written to seconds.json. A collective.
     """
     begin = time.monotonic()
     yield
@@ -88,7 +88,13 @@ class Model:
         """
         digest, count = texts.digest_and_count
         plan = embeddings.EmbeddingsPlan(
-            self.fingerprint, digest, side, "float16", count, shard_rows=SHARD_ROWS
+            self.fingerprint,
+            digest,
+            side,
+            "float16",
+            count,
+            shard_rows=SHARD_ROWS,
+            precision=self.precision,
         )
         out = self.folder / name
 

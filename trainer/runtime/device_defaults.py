@@ -10,10 +10,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.switches import CPU_KERNELS, KEEP_MEMORY, TF32, is_on, refuse_other_words
+
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_TF32 = "LATHE_TF32"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DeviceDefaults:
 
         environment: LATHE_TF32=0 keeps fp32 products exact; PYTORCH_CUDA_ALLOC_CONF stays as it is.
         """
-        allows_tf32 = precision == "fp32" and environment.get(_TF32, "1") != "0"
+        allows_tf32 = precision == "fp32" and is_on(TF32, environment, default=True)
         allocator = environment.get(_ALLOCATOR, "torch's own")
         return cls(precision, allows_tf32, allocator, has_triton, optimizer, compiles)
 
@@ -75,8 +76,10 @@ def before_torch() -> None:
     And let tokenizers start no threads: many rows are encoded by processes, which are forked from
     this one, and a process with such threads warns of that when it is forked.
 
-    A value that the environment has already stays.
+    A value that the environment has already stays. ConfigError for a switch of ours with a word
+    that it does not know.
     """
+    refuse_other_words(os.environ)
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -93,8 +96,10 @@ def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults 
 
     if not distributed.is_gpu():
         is_kept = host_memory.keep(os.environ)
-        how = f"kept ({host_memory.SWITCH}=0: given back)" if is_kept else "as malloc does it"
+        how = f"kept ({KEEP_MEMORY}=0: given back)" if is_kept else "as malloc does it"
         logger.debug("device: a processor; freed memory: %s", how)
+        if is_on(CPU_KERNELS, os.environ, default=False):
+            logger.info("device: a processor; rows are attended to one by one (%s=1)", CPU_KERNELS)
         return None
     has_triton = importlib.util.find_spec("triton") is not None
     defaults = DeviceDefaults.of_experiment(

@@ -445,8 +445,9 @@ def on_main(action: Callable[[], T]) -> T:
         if cause is not None:
             outcome = {"error": type(cause).__name__, "text": str(cause)}
     outcome = broadcast(outcome)
+    if cause is None and "error" in outcome:
+        cause = getattr(errors, outcome["error"], errors.LatheError)(outcome["text"])
     if cause is not None:
+        cause.is_of_all_ranks = True
         raise cause
-    if "error" in outcome:
-        raise getattr(errors, outcome["error"], errors.LatheError)(outcome["text"])
     return outcome["result"]

@@ -6,13 +6,12 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping
 
+from trainer.switches import keeps_memory
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _AT_ONCE = 128 * 1024  # bytes; the initial value of glibc
 _LATE = 32 * 2**20  # the value that glibc itself reaches after it has freed blocks of that size
 _NEVER = 2**30  # beyond the tensors of a step on a processor
-SWITCH = "LATHE_KEEP_MEMORY"
-# of malloc itself: who sets one of them has decided
-_OWN_WORDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 _is_kept = False
 
@@ -23,12 +22,10 @@ def keep(environment: Mapping[str, str]) -> bool:
     alive (devices.KEPT).
 
     environment: LATHE_KEEP_MEMORY=0 leaves malloc as it is, and so does a setting of malloc there,
-    and another malloc than glibc's. Bits do not depend on it.
+    and another malloc than glibc's. Bits do not depend on it. ConfigError for a wrong word.
     """
     global _is_kept
-    is_set = any(name in environment for name in _OWN_WORDS)
-    is_set |= "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
-    if environment.get(SWITCH, "1") == "0" or is_set:
+    if not keeps_memory(environment):
         return _is_kept
     _is_kept = _set(mmap=_NEVER, trim=2**31 - 1)
     return _is_kept

@@ -177,7 +177,9 @@ def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
     for rank, other in enumerate(outcomes):
         if "error" in other:
             kind = StorageError if other["is_storage"] else CheckpointError
-            raise kind(f"step-{step} was not saved. Rank {rank}: {other['error']}") from cause
+            failure = kind(f"step-{step} was not saved. Rank {rank}: {other['error']}")
+            failure.is_of_all_ranks = True
+            raise failure from cause
     return [other["result"] for other in outcomes]
 
 

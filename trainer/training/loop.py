@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step as the log sees it."""
@@ -45,14 +48,32 @@ class Step:
 
 
 def fit(session: Session, progress: Progress, *, until: int | None = None) -> bool:
+    """Train from `progress` to the end, as steps() does."""
+    return to_end(steps(session, progress, until=until))
+
+
+def to_end(course: Generator[StepBatches, StepBatches, T]) -> T:
+    """What a course of steps returns, every step of it made with the window that it gives."""
+    with contextlib.closing(course):
+        try:
+            window = next(course)
+            while True:
+                window = course.send(window)
+        except StopIteration as end:
+            return end.value
+
+
+def steps(
+    session: Session, progress: Progress, *, until: int | None = None
+) -> Generator[StepBatches, StepBatches, bool]:
     """Train from `progress` to the end, or to step `until` (else the session's own, which is also
     saved). True when that is reached, False when preempted (a checkpoint is saved).
 
-    Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
-    run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
-    when a run goes back to its last checkpoint.
+    It yields each window, and makes the step with the one that is sent. Raises DivergedError when
+    the loss or gradient norm stops being finite and that stops the run, or fp16's loss scale leaves
+    out too many updates; earlier checkpoints stay. RolledBack when it goes back to the last one.
     """
-    steps = session.cfg.train.steps
+    last = session.cfg.train.steps
     session.engine.leaves_out_unsound = session.is_judged
     session.engine.train()
     unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
@@ -61,9 +82,9 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
         if (end := settled(session, progress)) is not None:
             return end  # an earlier attempt came so far
         for window in source:
-            due = session.cadence.due(window.step + 1, steps)
-            factor = schedule.factor(session.cfg.schedule, window.step, steps)
-            lr = session.cfg.optim.lr * factor * progress.plateau.factor
+            window = yield window
+            due = session.cadence.due(window.step + 1, last)
+            lr = _rate(session, progress, window.step)
             with session.meter.stepping():
                 step = train_step(
                     session,
@@ -82,7 +103,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 _treat(session, progress, step.trouble, window)
             else:
                 _count_skipped(session, progress, step, window)
-            if step.is_last and progress.step < steps:
+            if step.is_last and progress.step < last:
                 due, progress.is_out_of_time = Due(log=True, evaluation=True, save=True), True
             saves = step.stop or due.save or progress.step == session.until
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
@@ -99,7 +120,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 return False
             if due.evaluation and (end := ended(session, progress, is_saved=saves)) is not None:
                 return end
-            if step.stop and progress.step < steps:
+            if step.stop and progress.step < last:
                 return False
             session.after_step(session.engine, progress)
     return True
@@ -119,6 +140,13 @@ def _windows(
         stop_step=min(train.steps, until or train.steps),
         is_shuffled=train.order == "shuffled",
     )
+
+
+def _rate(session: Session, progress: Progress, step: int) -> float:
+    """The learning rate of a 0-based step."""
+    cfg = session.cfg
+    factor = schedule.factor(cfg.schedule, step, cfg.train.steps)
+    return cfg.optim.lr * factor * progress.plateau.factor
 
 
 def _count(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
-from trainer.training.loop import fit
+from trainer.training.loop import steps
 from trainer.training.validation import (
     evaluate_pause,
     refuse_unknown_best,
@@ -13,13 +14,16 @@ from trainer.training.validation import (
 )
 
 if TYPE_CHECKING:
+    from trainer.data.order import StepBatches
     from trainer.training.session import Progress, Session
 
 End = Literal["succeeded", "paused", "preempted"]  # as the state in status.json
 
 
-def run(session: Session, progress: Progress, *, inside: AbstractContextManager[None]) -> End:
-    """Train every step that is left, or those up to --until ("paused").
+def run(
+    session: Session, progress: Progress, *, inside: AbstractContextManager[None]
+) -> Generator[StepBatches, StepBatches, End]:
+    """Train every step that is left (loop.steps), or those up to --until ("paused").
 
     inside: what is enforced while steps run, such as a memory plan. The caller exports the weights
     and destroys the engine. A collective.
@@ -28,7 +32,8 @@ def run(session: Session, progress: Progress, *, inside: AbstractContextManager[
         refuse_unknown_best(session, progress)
         refuse_unknown_gate(session)
         session.record.goodput.begin_steps()
-        if not fit(session, progress):
+        is_done = yield from steps(session, progress)
+        if not is_done:
             return "preempted"
         if not session.pauses(progress):
             return "succeeded"

@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 LATE = "tests/unit/test_late.py"
 SEARCH = "tests/unit/test_token_search.py"
+FORMS = "tests/unit/test_other_forms.py"
 
 FAULTS = [
     Fault(
@@ -75,5 +76,33 @@ FAULTS = [
         "others, wanted = vectors_KE[:-1], max(",
         why="pooling takes [CLS] twice, and forgets the last token",
         tests=SEARCH,
+    ),
+    Fault(
+        "trainer/retrieval/late/token_embeddings.py",
+        "        of_rows = [texts[place] for place in np.argsort(order)]",
+        "        of_rows = [texts[place] for place in order]",
+        why="vectors of tokens lie under the ids of other texts",
+        tests=LATE,
+    ),
+    Fault(
+        "trainer/tasks/retriever/late/task.py",
+        '        forms.refuse_base(base_source.resolve(self.cfg.base, self.places), "late")',
+        "        pass",
+        why="a ColBERT starts from a dense retriever with a random projection, and a line of the log says so",
+        tests=FORMS,
+    ),
+    Fault(
+        "trainer/data/shard_folder.py",
+        "            lock.acquire()",
+        "            pass",
+        why="two commands write one folder, and one deletes what the other is writing",
+        tests=FORMS,
+    ),
+    Fault(
+        "trainer/harness/searcher.py",
+        "        depth = len(self._names) if top_ranked is not None else min(top_k, len(self._names))",
+        "        depth = min(top_k, len(self._names))",
+        why="of the passages that a reranking task gives, those that are not found score 0",
+        tests="tests/unit/test_harness.py",
     ),
 ]

@@ -38,6 +38,13 @@ FAULTS = [
     ),
     Fault(
         ADAPTER,
+        " or has_bias",
+        "",
+        why="the bias of an adapter is added without its scale",
+        tests=f"{LEAN} -k 'bias_of_an_adapter'",
+    ),
+    Fault(
+        ADAPTER,
         " and not module.lora_variant",
         "",
         why="a DoRA layer would lose its magnitudes",

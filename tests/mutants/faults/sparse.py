@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 SPARSE = "tests/unit/test_sparse.py"
+FORMS = "tests/unit/test_other_forms.py"
 
 FAULTS = [
     Fault(
@@ -60,5 +61,33 @@ FAULTS = [
         'return sparse.vstack(parts, format="csr")[order]',
         why="weights of words lie under the ids of other texts",
         tests=SPARSE,
+    ),
+    Fault(
+        "trainer/retrieval/sparse/word_weights.py",
+        "    parts = (exact[exact != 0], kept.indices, kept.indptr)",
+        "    parts = (exact, kept.indices, kept.indptr)",
+        why="weights that float16 rounds to 0 move all weights behind them to other words",
+        tests=SPARSE,
+    ),
+    Fault(
+        "trainer/retrieval/sparse/word_search.py",
+        "        counts_V += np.diff(index.indptr)",
+        "        counts_V = np.diff(index.indptr)",
+        why="the FLOPS of a search are those of its last block of passages",
+        tests=SPARSE,
+    ),
+    Fault(
+        "trainer/tasks/retriever/sparse/pooling.py",
+        "            del of_cells  # before those of the next chunk are there",
+        "            pass",
+        why="the logits of two chunks are in memory at once",
+        tests=SPARSE,
+    ),
+    Fault(
+        "trainer/tasks/retriever/sparse/task.py",
+        "        forms.refuse_other_tokenizer(folder, self.tokenizer, self.places.cache_dir)",
+        "        pass",
+        why="a model of another tokenizer encodes other words, silently",
+        tests=FORMS,
     ),
 ]

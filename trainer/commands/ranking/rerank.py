@@ -109,8 +109,8 @@ def rerank(
     ] = "fp32",
     strict: Strict = False,
 ) -> None:
-    """Order the first passages of every question anew, by a cross-encoder (form: "cross"), or let
-    it score training rows; under torchrun, every rank scores some.
+    """Order the first passages of every question anew, by a cross-encoder (form: "cross") or late
+    interaction, or let it score training rows; under torchrun, every rank scores some.
     """
     from trainer.data import left_out
     from trainer.runtime import distributed
@@ -207,8 +207,8 @@ def _scored(
     task, ranker, folder = open_model(Question(values, model=model), which.run_options())
     if not isinstance(task, Reranks):
         raise ConfigError(
-            f"task {values['task']!r} scores no pairs. Name an experiment of a retriever with "
-            'form="cross".'
+            f"task {task.cfg.package!r} scores no pairs. Name an experiment of a retriever with "
+            'form="cross" or form="late".'
         )
     how: Any = {"precision": precision}
     plan = reranking.ScoresPlan(

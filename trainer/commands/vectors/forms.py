@@ -4,6 +4,7 @@ knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ def writer_of(
             )
         if factor is not None and side == "query":
             raise ConfigError("--pool_factor is for passages; questions keep all of their vectors.")
+        if factor is not None and not math.isfinite(factor):
+            raise ConfigError(f"--pool_factor {factor}: want a finite number of at least 1.")
         pooled = {"pool_factor": float(factor or 1)}
         of_plan = {**pooled, "mean": task.late.mean}
         return VectorWriter(token_embeddings, token_embeddings.TokenPlan, of_plan, pooled)
@@ -104,44 +107,18 @@ def one_form(folders: Sequence[Path]) -> str:
     return forms[first]
 
 
-@dataclass(frozen=True)
-class Found:
-    """The hits of a search, and the ids that they are of."""
-
-    questions: list[str]
-    passages: list[str]
-    hits: Hits
-
-
-def search_tokens(queries: Path, passages: Sequence[Path], *, depth: int, verify: bool) -> Found:
+def search_tokens(questions: Any, corpora: Sequence[Any], depth: int) -> Hits:
     """An exact search of token vectors."""
-    from trainer.retrieval import embeddings
-    from trainer.retrieval.late import token_embeddings, token_search
-    from trainer.runtime.distributed import on_main
+    from trainer.retrieval.late import token_search
 
-    questions = token_embeddings.read(queries)
-    corpora = [token_embeddings.read(folder) for folder in passages]
-    check_vectors(questions, corpora)
-    for vectors in (questions, *corpora) if verify else ():
-        embeddings.verify(vectors)
-    on_main(lambda: embeddings.refuse_ids_twice(corpora))
-    hits = token_search.search(questions, corpora, depth=depth)
-    return Found(questions.ids, [name for corpus in corpora for name in corpus.ids], hits)
+    return token_search.search(questions, corpora, depth=depth)
 
 
-def search_words(queries: Path, passages: Sequence[Path], *, depth: int, verify: bool) -> Found:
+def search_words(questions: Any, corpora: Sequence[Any], depth: int) -> Hits:
     """An exact search of weights of words; it tells how many words texts have, and share."""
-    from trainer.retrieval import embeddings
-    from trainer.retrieval.sparse import word_search, word_weights
+    from trainer.retrieval.sparse import word_search
     from trainer.runtime import distributed
-    from trainer.runtime.distributed import on_main
 
-    questions = word_weights.read(queries)
-    corpora = [word_weights.read(folder) for folder in passages]
-    check_vectors(questions, corpora)
-    for stored in (questions, *corpora) if verify else ():
-        embeddings.verify(stored)
-    on_main(lambda: embeddings.refuse_ids_twice(corpora))
     found = word_search.search(questions, corpora, depth=depth)
     if distributed.is_main():
         count = sum(corpus.plan.count for corpus in corpora)
@@ -150,23 +127,39 @@ def search_words(queries: Path, passages: Sequence[Path], *, depth: int, verify:
             f"{questions.words:.1f} words of a question, {of_passage:.1f} of a passage, "
             f"{found.flops:.3f} in common (FLOPS), on average"
         )
-    ids = [name for corpus in corpora for name in corpus.ids]
-    return Found(questions.ids, ids, found.hits)
+    return found.hits
 
 
 # Of each form besides "bi": what searches its vectors.
 SEARCHES = {"late": search_tokens, "sparse": search_words}
 
 
-def check_vectors(queries: Any, corpora: Sequence[Any]) -> None:
-    """ConfigError unless the folders are of the sides that they are taken for, and of one model."""
-    for vectors, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
+def stored(
+    form: str, queries: Path, passages: Sequence[Path], *, verify: bool
+) -> tuple[Any, list[Any]]:
+    """Folders of vectors of one form, which are opened and fit together. A collective.
+
+    ConfigError for sides or models that do not, DataError for an id of two passages, and with
+    `verify` for a file that is not the one that was written.
+    """
+    from trainer.retrieval import embeddings
+    from trainer.retrieval.late import token_embeddings
+    from trainer.retrieval.sparse import word_weights
+    from trainer.runtime.distributed import on_main
+
+    read = {"late": token_embeddings.read, "sparse": word_weights.read}.get(form, embeddings.read)
+    questions, corpora = read(queries), [read(folder) for folder in passages]
+    for vectors, side in ((questions, "query"), *((corpus, "passage") for corpus in corpora)):
         if vectors.plan.side != side:
             raise ConfigError(
                 f"{vectors.folder} holds vectors of side {vectors.plan.side}, want {side}."
             )
-        if vectors.plan.model != queries.plan.model:
+        if vectors.plan.model != questions.plan.model:
             raise ConfigError(
-                f"{vectors.folder} and {queries.folder} are of different models: encode both by "
+                f"{vectors.folder} and {questions.folder} are of different models: encode both by "
                 "one."
             )
+        if verify:
+            embeddings.verify(vectors)
+    on_main(lambda: embeddings.refuse_ids_twice(corpora))
+    return questions, corpora

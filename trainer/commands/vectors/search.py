@@ -15,7 +15,6 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-    from trainer.commands.vectors.forms import Found
     from trainer.retrieval.embeddings import Embeddings
     from trainer.retrieval.exact_search import Hits
     from trainer.retrieval.vector_index import IndexOptions
@@ -77,61 +76,58 @@ def search(
     """Find the passages with the highest dot products for every question, exactly; on a GPU if
     there is one.
     """
-    from trainer.commands.vectors.forms import SEARCHES, one_form
+    from trainer.commands.vectors.forms import SEARCHES, one_form, stored
     from trainer.retrieval import rankings
     from trainer.retrieval.vector_index import IndexOptions, folder_of
     from trainer.runtime import distributed
 
     check_run(run_format, out)
     distributed.init()
-    num_hits = depth + remove_query
     if faiss is None and (index or ef_search or nprobe):
         raise ConfigError("--index, --ef_search and --nprobe are of an index: give --faiss.")
     form = one_form([queries, *passages])
+    if form != "bi" and faiss is not None:
+        raise ConfigError(
+            f"--faiss searches one vector of each text, {queries} holds vectors of form="
+            f'"{form}". Leave it out.'
+        )
+    questions, corpora = stored(form, queries, passages, verify=verify)
+    num_hits = depth + remove_query
+    if faiss is None:
+        num_hits = min(num_hits, sum(corpus.plan.count for corpus in corpora))
     if form == "bi":
         wish = None
         if faiss is not None:
             folder = index or folder_of(passages[0], faiss)
             wish = IndexOptions(folder, faiss, num_hits, ef_search=ef_search, nprobe=nprobe)
-        found = _of_whole_texts(queries, passages, wish, depth=num_hits, verify=verify)
+        hits = _of_whole_texts(questions, corpora, wish, depth=num_hits, verify=verify)
     else:
-        if faiss is not None:
-            raise ConfigError(
-                f"--faiss searches one vector of each text, {queries} holds vectors of form="
-                f'"{form}". Leave it out.'
-            )
-        found = SEARCHES[form](queries, passages, depth=num_hits, verify=verify)
+        hits = SEARCHES[form](questions, corpora, num_hits)
     if distributed.is_main():
         cut = {"is_without_query": remove_query, "depth": depth}
-        rows, scores = found.hits.rows, found.hits.scores
-        of_run = rankings.of_search(
-            found.questions, found.passages, rows=rows, scores=scores, **cut
-        )
+        names = [name for corpus in corpora for name in corpus.ids]
+        of_run = rankings.of_search(questions.ids, names, rows=hits.rows, scores=hits.scores, **cut)
         write_run(out, of_run, run_format, tag)
 
 
 def _of_whole_texts(
-    queries: Path, passages: list[Path], wish: IndexOptions | None, *, depth: int, verify: bool
-) -> Found:
+    questions: Embeddings,
+    corpora: Sequence[Embeddings],
+    wish: IndexOptions | None,
+    *,
+    depth: int,
+    verify: bool,
+) -> Hits:
     """A search of one vector for each text, exact or by an index."""
     import numpy as np
 
-    from trainer.commands.vectors.forms import Found, check_vectors
-    from trainer.retrieval import embeddings, exact_search, stored_forms
-    from trainer.runtime.distributed import on_main
+    from trainer.retrieval import exact_search, stored_forms
 
-    questions, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
-    check_vectors(questions, corpora)
-    for vectors in (questions, *corpora) if verify else ():
-        embeddings.verify(vectors)
-    on_main(lambda: embeddings.refuse_ids_twice(corpora))
     query_vectors = np.concatenate([stored_forms.floats(shard) for shard in questions.vectors])
-    if wish is None:
-        shards = [shard for corpus in corpora for shard in corpus.vectors]
-        hits = exact_search.search(query_vectors, shards, depth=depth)
-    else:
-        hits = _hits_of_index(wish, corpora, query_vectors, verify=verify)
-    return Found(questions.ids, [name for corpus in corpora for name in corpus.ids], hits)
+    if wish is not None:
+        return _hits_of_index(wish, corpora, query_vectors, verify=verify)
+    shards = [shard for corpus in corpora for shard in corpus.vectors]
+    return exact_search.search(query_vectors, shards, depth=depth)
 
 
 def _hits_of_index(

@@ -39,7 +39,7 @@ def line(told: dict[str, Any]) -> str:
         )
     if told["topics"] is not None:
         parts.append(
-            f"{told['topics']:,} topics: {told['mixed']:,} rows fill no step of their own, and "
-            "stand in steps of several topics"
+            f"{told['topics']:,} topics: {told['mixed']:,} rows fill no step of their own "
+            "topic, and stand in steps of several topics"
         )
     return f"data.batches: {'; '.join(parts)}"

@@ -65,7 +65,7 @@ def passages_with_ids(path: Path, ids: Iterable[str]) -> dict[str, Row]:
     if missing:
         raise DataError(
             f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(needed)} are "
-            "missing). Give the corpus that was searched."
+            "missing). Give the corpus that these ids are of."
         )
     return texts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 if TYPE_CHECKING:
     from trainer.config.optimizer.lora import Lora
     from trainer.driven.passes import PassLayout
+    from trainer.models.losses import Terms
     from trainer.operations.rows import DrivenRow
 
 # M tokens of a pack, N targets, D width, O outputs of a layer, R rank
@@ -95,6 +96,17 @@ class PackPart:
 
 
 @dataclass(frozen=True)
+class LabelledPart:
+    """The rows of one run in a pack of labelled rows, with so many labels. terms: of its loss in
+    training; None: the plain cross-entropy of evaluations.
+    """
+
+    rows: PackPart
+    num_labels: int
+    terms: Terms | None
+
+
+@dataclass(frozen=True)
 class Stream:
     """The tokens of a pack in stretches. sizes: of each; parts: whose it is, None: nobody's."""
 
@@ -109,7 +121,7 @@ class Stream:
         input_MD = source.reshape(-1, source.shape[-1])
         if len(input_MD) != sum(self.sizes):
             raise ConfigError(
-                f"data.together: layer {name} of this base reads {len(input_MD)} tokens of a pack "
+                f"together: layer {name} of this base reads {len(input_MD)} tokens of a pack "
                 f"of {sum(self.sizes)}, so that nobody knows whose they are. Leave together out."
             )
         pieces: list[Tensor] = []
@@ -143,13 +155,15 @@ class SharedBase:
     each stretch of a pack say.
     """
 
-    def __init__(self, model: Any, base_name: str, layout: PassLayout) -> None:
+    def __init__(
+        self, model: Any, base_name: str, layout: PassLayout, *, key: str = "data.together"
+    ) -> None:
         """model: a CausalLM on its device. ConfigError for a base that rows of several runs cannot
-        share.
+        share; key: what asked for it.
         """
         self._model, self._name, self._layout = model.requires_grad_(False), base_name, layout
         self.base: Any = model.get_submodule(base_name)
-        _refuse_unsharable(self.base)
+        refuse_unsharable(self.base, key=key)
         output = self.base.get_output_embeddings()
         names = {id(module): name for name, module in self.base.named_modules()}
         self._output = names[id(output)]
@@ -177,24 +191,80 @@ class SharedBase:
         in no part are read and not scored. parts: in their order; with_backward: with a graph.
         """
         batch = batch_of(rows, is_packed=self._layout.is_packed, pad=self._layout.pad)
-        batch = to_device(batch)
-        scored, targets = batch.pop("scored"), batch.pop("targets")
         width = None if self._layout.is_packed else batch["input_ids"].shape[1]
         sizes = [len(row.tokens) if width is None else width for row in rows]
-        self._stream = _stream(sizes, parts)
         counts = [sum(_targets(row) for row in _rows(part, rows)) for part in parts]
+        targets_N = batch.pop("targets")
+        how: Any = {"sizes": sizes, "with_backward": with_backward}
+        pieces = self._pieces(batch, parts, counts, **how)
+        targets = to_device({"targets": targets_N})["targets"].split(counts)
+        return self._finished(self._scored, parts, pieces, targets, with_backward=with_backward)
+
+    def losses(
+        self,
+        batch: Mapping[str, Tensor],
+        parts: Sequence[LabelledPart],
+        *,
+        sizes: Sequence[int],
+        with_backward: bool,
+    ) -> list[Tensor]:
+        """() fp32 for each part: the sum of the losses of its labels, as the model of its run alone
+        gives it.
+
+        batch: rows as CausalLM reads them, with labels; those that are in no part have none. sizes:
+        the tokens of each row.
+        """
+        batch = dict(batch)
+        after = batch["scored"] + 1
+        targets_N = batch.pop("labels").flatten().index_select(0, after)
+        counts = [part.num_labels for part in parts]
+        how: Any = {"sizes": sizes, "with_backward": with_backward}
+        pieces = self._pieces(batch, [part.rows for part in parts], counts, **how)
+        targets = to_device({"targets": targets_N})["targets"].split(counts)
+        return self._finished(self._loss, parts, pieces, targets, with_backward=with_backward)
+
+    def _pieces(
+        self,
+        batch: Mapping[str, Tensor],
+        parts: Sequence[PackPart],
+        counts: Sequence[int],
+        *,
+        sizes: Sequence[int],
+        with_backward: bool,
+    ) -> Sequence[Tensor]:
+        """(N, D) for each part: the states of its scored tokens, `counts` of them. With
+        with_backward the pack is the present one until gradients() was called.
+        """
+        batch = to_device(batch)
+        self._stream = _stream(sizes, parts)
         self._model.train(with_backward)
         try:
             with torch.set_grad_enabled(with_backward), name_batch_when_out_of_memory([batch]):
-                hidden_ND = self._model.scored_states(scored=scored, **batch)
-                pieces = zip(parts, hidden_ND.split(counts), targets.split(counts), strict=True)
-                return [self._scored(*piece) for piece in pieces]
+                return self._model.scored_states(**batch).split(list(counts))
         except BaseException:
-            with_backward = False
+            self._stream = None
             raise
         finally:
             if not with_backward:
                 self._stream = None
+
+    def _finished(
+        self,
+        finish: Callable[[Any, Tensor, Tensor], Tensor],
+        parts: Sequence[Any],
+        pieces: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        with_backward: bool,
+    ) -> list[Tensor]:
+        """What `finish` makes of each part, its states and its targets."""
+        try:
+            with torch.set_grad_enabled(with_backward):
+                every = zip(parts, pieces, targets, strict=True)
+                return [finish(part, states, of) for part, states, of in every]
+        except BaseException:
+            self._stream = None
+            raise
 
     def gradients(self, losses: Sequence[Tensor], parts: Sequence[PackPart]) -> list[list[Tensor]]:
         """For each part the gradients of its loss, of its adapters in their order. losses: () each,
@@ -214,9 +284,17 @@ class SharedBase:
 
     def _scored(self, part: PackPart, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) the log-probabilities of one run: its bits are those of its own states alone."""
+        return -self._output_layer(part).losses(hidden_ND, targets_N)
+
+    def _loss(self, part: LabelledPart, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """() the summed loss of one run."""
+        if not len(targets_N):  # rows that were cut before their first label
+            return hidden_ND.float().sum()
+        return self._output_layer(part.rows).sums(hidden_ND, targets_N, part.terms, None)["loss"]
+
+    def _output_layer(self, part: PackPart) -> OutputLayer:
         layer = part.adapters.layers_by_name.get(self._output)
-        proxy = None if layer is None else self._proxy(part, layer)
-        return -OutputLayer(self.base, proxy).losses(hidden_ND, targets_N)
+        return OutputLayer(self.base, None if layer is None else self._proxy(part, layer))
 
     def _proxy(self, part: PackPart, layer: LayerOfAdapters) -> Any:
         """The output layer with the adapters of a run, with the attributes that peft's has."""
@@ -252,8 +330,10 @@ def _targets(row: DrivenRow) -> int:
     return int(row.inputs[TARGETS].size)
 
 
-def _refuse_unsharable(base: Any) -> None:
-    """ConfigError for a base in which a row changes what another row of its pack gives."""
+def refuse_unsharable(base: Any, *, key: str) -> None:
+    """ConfigError for a base in which a row changes what another row of its pack gives. base: a
+    model of transformers, which may be on the meta device; key: what asked for it.
+    """
     config = base.config.get_text_config()
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     reasons = [f"{key}={getattr(config, key)}" for key in experts if getattr(config, key, None)]
@@ -262,7 +342,7 @@ def _refuse_unsharable(base: Any) -> None:
     reasons += ["attention_dropout"] if getattr(config, "attention_dropout", 0.0) else []
     if reasons:
         raise ConfigError(
-            f"data.together: this base has {', '.join(reasons)}. Experts read as many tokens as "
+            f"{key}: this base has {', '.join(reasons)}. Experts read as many tokens as "
             "are sent to them, and a dropout of the base is drawn over a whole pack, so that the "
-            "rows of one run would change the bits of another. Leave together out."
+            f"rows of one run would change the bits of another. Leave {key} out."
         )

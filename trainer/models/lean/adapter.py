@@ -133,8 +133,10 @@ def scaled(up: Any, low: Tensor, scale: float) -> Tensor:
 
     A power of 2 may be taken into the few numbers of `low` without another rounding, which saves a
     pass over the many of the result, forward and backward. Not in fp16, whose small numbers have
-    fewer bits; those of bf16 and fp32 begin at 1e-38.
+    fewer bits; those of bf16 and fp32 begin at 1e-38. Nor where `up` adds a bias (peft's
+    lora_bias), which is scaled, too.
     """
-    if low.dtype == torch.float16 or math.frexp(scale)[0] != 0.5:
+    has_bias = getattr(up, "bias", None) is not None
+    if low.dtype == torch.float16 or has_bias or math.frexp(scale)[0] != 0.5:
         return up(low) * scale
     return up(low if scale == 1.0 else low * scale)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
 from trainer.config.identity import digest
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json, write_json
+from trainer.switches import CPU_KERNELS, is_on
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places
@@ -276,7 +277,9 @@ def _key(request: MeasureRequest, program: str) -> str:
     shapes = [_shape_of(request.experiment.get("base"))]
     if request.kind == "teach":
         shapes.append(_shape_of(request.experiment["teacher"].get("base")))
-    return digest({"program": program, "base": shapes, **vars(request)})
+    has_kernels = is_on(CPU_KERNELS, os.environ, default=False)
+    of_processor = {"cpu_kernels": True} if has_kernels else {}
+    return digest({"program": program, "base": shapes, **of_processor, **vars(request)})
 
 
 def _shape_of(base: Any) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainer.devices import GIB, Device
 from trainer.plan.memory.measure import TEACHING, TRAINING
-from trainer.runtime.host_memory import SWITCH
+from trainer.switches import KEEP_MEMORY
 
 if TYPE_CHECKING:
     from trainer.plan.memory.advice import Advice
@@ -59,7 +59,7 @@ def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int)
     if device is not None and device.kept:
         lines.append(
             f"note: malloc keeps freed memory on a processor: {device.kept:.0%} beside what is "
-            f"alive, so {_gib(device.usable(world))} GiB are there to give ({SWITCH}=0 gives "
+            f"alive, so {_gib(device.usable(world))} GiB are there to give ({KEEP_MEMORY}=0 gives "
             "freed memory back, and steps take longer)"
         )
     lines.append(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from trainer.devices import KEPT, Device, data_sheet
 from trainer.errors import ConfigError
+from trainer.switches import keeps_memory
 
 VERSION = 3  # of the file format
 
@@ -95,7 +97,8 @@ class Rates:
     def device(self) -> Device:
         """This device as a memory plan needs it."""
         # a GPU computes while its host launches; a processor is its own host
-        return Device(self.name, self.nbytes, 0, kept=0.0 if self.overlaps_launches else KEPT)
+        is_kept = not self.overlaps_launches and keeps_memory(os.environ)
+        return Device(self.name, self.nbytes, 0, kept=KEPT if is_kept else 0.0)
 
 
 def _on(curve: list[list[float]], size: float) -> float:

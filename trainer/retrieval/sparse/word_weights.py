@@ -1,38 +1,36 @@
-"""Weights of words in a folder of shards (trainer/data/shard_folder.py).
+"""Weights of words in a folder (trainer/retrieval/embeddings.py).
 
-plan.json        form "sparse", model, side, dtype, rows, rows per shard
-ids.txt          one id a line, in the order of the texts; written before meta.json
-vectors-<n>.npz  (rows, V) the texts of a shard as scipy.sparse.load_npz reads them: a CSR matrix in
-                 float16 or float32
-meta.json        the plan with V, how many weights are stored, and every shard's record
+plan.json        form "sparse"
+vectors-<n>.npz  (rows, V) the texts of a shard as a CSR matrix: shape, indptr, indices and data in
+                 float16 or float32, under the names that scipy.sparse.save_npz gives them
+meta.json        besides how many weights are stored
+
+scipy.sparse.load_npz reads files of float32. Matrices of scipy hold no float16 (1.17), so that
+numpy alone reads those.
 """
 
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch import nn
 
-from trainer.data.shard_folder import META, ShardFolder, Values
-from trainer.errors import ConfigError, DataError, DivergedError, LatheError
+from trainer.data.shard_folder import Values
 from trainer.files import packages
-from trainer.files.safetensors_file import WrittenFile
+from trainer.files.safetensors_file import Block
 from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import EmbedsWords, Side
 
-logger = logging.getLogger(__name__)
-
 DTYPES = ("float16", "float32")
+_PARTS = ("data", "indices", "indptr")  # of a CSR matrix
 
 # N texts -> their (N, V) float32 weights, a CSR matrix of scipy
 WordEncoder = Callable[[Sequence[Row]], Any]
@@ -47,24 +45,22 @@ def scipy_sparse() -> Any:
 
 
 @dataclass(frozen=True)
-class WordPlan:
-    """What a folder is to hold; one that was begun with another plan is not continued."""
+class WordPlan(embeddings.EmbeddingsPlan):
+    """What a folder of weights of words is to hold."""
 
-    model: str  # names the weights that made the vectors, see embeddings.fingerprint
-    texts: str  # digest of ids and texts
-    side: Side
-    dtype: Literal["float16", "float32"]
-    count: int  # texts
-    shard_rows: int
     form: Literal["sparse"] = "sparse"
 
-    @property
-    def num_shards(self) -> int:
-        return -(-self.count // self.shard_rows)
 
-    def rows(self, shard: int) -> range:
-        """The texts of one shard."""
-        return range(self.count)[shard * self.shard_rows : (shard + 1) * self.shard_rows]
+@dataclass(frozen=True)
+class _File:
+    """A matrix of float32 numbers, and the dtype that they have in their file."""
+
+    matrix: Any
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
 
 
 @dataclass(frozen=True)
@@ -91,39 +87,17 @@ class WordWeights(embeddings.StoredVectors):
         """The (rows, V) float32 CSR matrix of each shard, one in memory at a time; DataError when a
         file is not what meta.json says.
         """
-        sparse = scipy_sparse()
-        for number, record in enumerate(self.shards):
-            path = self.folder / record.name
-            try:
-                matrix = sparse.load_npz(path)
-            except Exception as error:  # zipfile, numpy and scipy have their own
-                raise DataError(
-                    f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
-                ) from error
+        dtype = np.dtype(self.plan.dtype)
+        for number in range(len(self.shards)):
             shape = (len(self.plan.rows(number)), self.dim)
-            if matrix.shape != shape or matrix.dtype != np.dtype(self.plan.dtype):
-                raise DataError(
-                    f"{path} holds {matrix.shape} {matrix.dtype}, want {shape} {self.plan.dtype}. "
-                    "Encode anew."
-                )
-            yield matrix.tocsr().astype(np.float32)
+            yield self.opened(number, _read, shape=shape, dtype=dtype).matrix
 
 
-def read(folder: Path) -> WordWeights:
-    """A finished folder; ConfigError when there is none, or it is not finished."""
-    shards = _shards(folder)
-    if not shards.is_finished:
-        raise ConfigError(
-            f"{folder}: {META} is missing. This folder of weights of words is not finished: run "
-            "the same encode command again."
-        )
-
-    def convert(meta: Values) -> WordWeights:
-        records = [WrittenFile(**record) for record in meta.pop("shards")]
-        dim, stored = meta.pop("dim"), meta.pop("stored")
-        return WordWeights(folder, WordPlan(**meta), dim, records, stored)
-
-    return shards.read(META, convert)
+def _read(path: Path) -> _File:
+    with np.load(path, allow_pickle=False) as file:
+        data, *places = (file[name] for name in _PARTS)
+        of_matrix = (data.astype(np.float32), *places)
+        return _File(scipy_sparse().csr_matrix(of_matrix, shape=tuple(file["shape"])), data.dtype)
 
 
 def encoder_of(
@@ -132,81 +106,38 @@ def encoder_of(
     *,
     side: Side,
     batch: int,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: embeddings.Precision = "fp32",
 ) -> WordEncoder:
-    """A function from N rows to their weights on the CPU, `batch` rows of like length at a time.
+    """A function from N rows to their weights on the CPU, by embeddings.in_batches."""
+    how: Any = {"side": side, "batch": batch, "precision": precision}
+    sparse = scipy_sparse()
 
-    model: in evaluation mode, on the device to be used. precision: bf16 runs it under autocast.
-    """
-    sparse, device = scipy_sparse(), next(model.parameters()).device
+    def embed(ids: list[list[int]]) -> Any:
+        return sparse.csr_matrix(task.embed_words(model, ids, side=side).float().cpu().numpy())
 
-    @torch.no_grad()
     def encode(rows: Sequence[Row]) -> Any:
-        names = ("title", "text") if side == "passage" else ("text",)
-        ids = task.ids(
-            [{name: row[name] for name in names if name in row} for row in rows], side=side
-        )
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]), reverse=True)
-        parts: list[Any] = []
-        for start in range(0, len(order), batch):
-            some = [ids[row] for row in order[start : start + batch]]
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                weights_NV = task.embed_words(model, some, side=side)
-            parts.append(sparse.csr_matrix(weights_NV.float().cpu().numpy()))
+        order, parts = embeddings.in_batches(embed, task, model, rows, **how)
         return sparse.vstack(parts, format="csr")[np.argsort(order)]
 
     return encode
 
 
-# Writing
-# --------------------------------------------------------------------------------------------------
-
-
-def write(
-    folder: Path, rows: Callable[[], Iterable[Row]], encoder: WordEncoder, *, plan: WordPlan
-) -> WordWeights:
-    """The weights of every row of `rows()`, which must have an "id", in `folder`; what is there
-    already is kept. A collective, as embeddings.write is.
-    """
-    shards = _shards(folder)
-    plan = WordPlan(**shards.begin(asdict(plan), choice="shard_rows"))
-    if not shards.is_finished:
-        own = set(shards.own_missing(plan.num_shards))
-        for number, of_shard in embeddings.of_shards(rows(), plan, own):
-            _write_shard(shards, number, encoder(of_shard), plan)
-        shards.finish(plan.num_shards, lambda records: _facts(folder, rows(), plan, records))
-    return read(folder)
-
-
-shard_rows = embeddings.shard_rows
-
-
-def _shards(folder: Path) -> ShardFolder:
-    return ShardFolder(folder, "vectors", ".npz", "encode", refusal=ConfigError)
-
-
-def _write_shard(shards: ShardFolder, number: int, matrix: Any, plan: WordPlan) -> None:
-    if not np.isfinite(matrix.data).all():
-        raise DivergedError(
-            f"shard {number}: the weight of a word is NaN or infinite. Use another model, or fp32."
-        )
-    stored = matrix.astype(plan.dtype)
-    stored.eliminate_zeros()  # of what float16 rounds to 0
+def _blocks(matrix: Any, plan: WordPlan, shard: int) -> tuple[list[Block], Values]:
+    exact = embeddings.as_stored(matrix.data[:, None], plan.dtype, shard)[:, 0]
+    # what float16 rounds to 0 is no word of a text
+    kept = matrix.copy()
+    kept.data = (exact != 0).astype(np.float32)
+    kept.eliminate_zeros()
+    parts = (exact[exact != 0], kept.indices, kept.indptr)
     file = io.BytesIO()
-    scipy_sparse().save_npz(file, stored, compressed=False)
-    shards.write_shard(number, [file.getvalue()], dim=stored.shape[1], stored=int(stored.nnz))
-    logger.info(
-        "%s: shard %d of %d, %d texts", shards.path, number + 1, plan.num_shards, stored.shape[0]
-    )
+    named: Any = dict(zip(_PARTS, parts, strict=True))
+    np.savez(file, format=b"csr", shape=matrix.shape, **named)
+    return [file.getvalue()], {"dim": matrix.shape[1], "stored": len(parts[0])}
 
 
-def _facts(folder: Path, rows: Iterable[Row], plan: WordPlan, records: list[Values]) -> Values:
-    """What meta.json says besides the shards; ids.txt is written first."""
-    dims = {record["dim"] for record in records}
-    if len(dims) != 1:
-        raise LatheError(
-            f"{folder}: shards hold weights of {sorted(dims)} words. Delete it and encode anew."
-        )
-    embeddings.write_ids(folder, rows)
-    stored = sum(record["stored"] for record in records)
-    return {**asdict(plan), "dim": dims.pop(), "stored": stored}
+def _stored(folder: Path, plan: WordPlan, records: list[Values]) -> Values:
+    return {"stored": sum(record["stored"] for record in records)}
+
+
+_STORE = embeddings.Store("weights of words", ".npz", WordPlan, WordWeights, _blocks, _stored)
+read, write, shard_rows = _STORE.read, _STORE.write, embeddings.shard_rows

@@ -532,6 +532,11 @@ class Config(Experiment):
             reason = '.source="one" is of a mix: name its sources in data.mix, or leave it out'
         elif batches.topics is not None and data.mix and batches.source == "mixed":
             reason = '.topics of a mix: a step has one topic, want source="one" besides'
+        elif self.form != "bi" and batches.topics is not None and batches.topics.by == "model":
+            reason = (
+                f'.topics.by="model" clusters a vector of each query, and form="{self.form}" makes '
+                'none: want by="words"'
+            )
         elif train.bucket_steps > 1 or train.order == "as_given":
             key = "order" if train.order == "as_given" else "bucket_steps"
             reason = f" and train.{key} both say which rows a step has: leave one of them out"

@@ -8,6 +8,7 @@ Adapters (LoRA) lie in the place of the encoder, which is then left out.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.block import validate
+from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.models import adapters
 from trainer.models.weights import model_folder
@@ -25,6 +27,8 @@ from trainer.tasks.retriever.config import Config, Encoder, Strict
 
 if TYPE_CHECKING:
     from trainer.tasks.retriever.model import Pooler
+
+log = logging.getLogger(__name__)
 
 DESCRIPTION = "retriever_config.json"
 OF_CROSS = "reranker_config.json"  # the description in an export of form="cross"
@@ -185,6 +189,13 @@ def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> 
     (folder / POOLER_CONFIG).write_text(json.dumps(config) + "\n")
 
 
+def is_projected(folder: Path) -> bool:
+    """Whether a folder holds a pooler, or says that its vectors were projected by one."""
+    description = read_description(folder)
+    is_said = description is not None and description.projection is not None
+    return is_said or (folder / POOLER).is_file()
+
+
 @torch.no_grad()
 def load_pooler(pooler: Pooler, folder: Path) -> None:
     """Fill a pooler from a folder; ConfigError when the folder has none, or one of another
@@ -216,6 +227,58 @@ def refuse_other_form(folder: Path, form: str) -> None:
                 f'{folder} holds a retriever of form="{other}" ({name}), want one of '
                 f'form="{form}". Name an experiment with form="{other}", or another folder.'
             )
+
+
+def refuse_base(source: Any, form: str) -> None:
+    """ConfigError when an experiment would start from a model of another form, whose head it does
+    not have: its own would be new. source: a folder, a Hub id or a random base.
+    """
+    if not isinstance(source, str):
+        return
+    for other, name in _DESCRIPTIONS.items():
+        if other != form and (Path(source) / name).is_file():
+            raise ConfigError(
+                f'base: {source} was trained as form="{other}" ({name}), and form="{form}" '
+                "has another head, which would be random. Name the base that it was trained from, "
+                f"and init_from={source!r} to take its body; or say form={other!r}."
+            )
+
+
+def refuse_lost_head(source: str, form: str) -> None:
+    """ConfigError when a folder says that it holds a model of this form: its head is not there."""
+    name = _DESCRIPTIONS[form]
+    if (Path(source) / name).is_file():
+        raise ConfigError(
+            f'{source} was exported as form="{form}" ({name}), and its head is not there: a new '
+            "one would be random. Copy the folder again, or export the model anew."
+        )
+
+
+def refuse_other_tokenizer(folder: Path, tokenizer: Any, cache_dir: Path) -> None:
+    """ConfigError when the tokenizer in the folder of a model has other ids than the experiment's,
+    by which the model would read other words.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    theirs = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=cache_dir)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{folder}: its tokenizer has {len(theirs.get_vocab())} tokens, and that of this "
+            f"experiment, {tokenizer.name_or_path!r}, has {len(tokenizer.get_vocab())} or others: "
+            "the model would read other words. Name an experiment with the same tokenizer."
+        )
+
+
+def tell_changes(folder: Path, trained: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Log what a model was trained with and an experiment says otherwise; False: nothing."""
+    changed = {name: value for name, value in trained.items() if value != own[name]}
+    if changed:
+        log.warning(
+            "%s was trained with %s, which this experiment says otherwise: its own hold",
+            folder,
+            changed,
+        )
+    return bool(changed)
 
 
 def check_holds_model(folder: Path, *, tied: bool) -> None:

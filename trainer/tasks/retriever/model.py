@@ -192,11 +192,11 @@ class Retriever(nn.Module):
             return pooled_stream(states, piece, self.how.pooling)
         return pooled(states, piece["mask"], self.how.pooling)
 
-    def keep_layers(self, count: int) -> None:
-        """Remove all but the first `count` blocks of each encoder."""
-        for body in (self.query_model, self.passage_model):
-            if body is not None:
-                keep_blocks(body, count, key="--layers")
+    def keep_layers(self, count: int) -> bool:
+        """Remove all but the first `count` blocks of each encoder; whether there were more."""
+        bodies = [body for body in (self.query_model, self.passage_model) if body is not None]
+        had_more = [keep_blocks(body, count, key="--layers") for body in bodies]
+        return any(had_more)
 
 
 def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> dict[str, Tensor]:

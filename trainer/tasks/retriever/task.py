@@ -75,14 +75,18 @@ class Task(TwoSidedTask):
     # ----------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
+        source = base_source.resolve(self.cfg.base, self.places)
+        export.refuse_base(source, "bi")
         model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora, init_from=self.init_from)
         absent.refuse(model, is_trained=True)
-        source = base_source.resolve(self.cfg.base, self.places)
         if isinstance(source, RandomBase):
             return model
         folder = Path(source)
-        if model.pooler is not None and (folder / export.POOLER).is_file():
-            export.load_pooler(model.pooler, folder)
+        if export.is_projected(folder):
+            if model.pooler is not None:
+                export.load_pooler(model.pooler, folder)
+            else:
+                log.warning("%s projects its vectors, this experiment does not", folder)
         if distributed.is_main():
             sentence_folder.warn_of_another(folder, self.cfg.encoder)
         return model
@@ -90,6 +94,7 @@ class Task(TwoSidedTask):
     def load_export(self, folder: Path) -> nn.Module:
         how = export.encoder_of(folder, self.cfg.encoder)
         export.check_holds_model(folder, tied=how.tied)
+        export.refuse_other_tokenizer(folder, self.tokenizer, self.places.cache_dir)
         self._follow(folder, how)
         sides = export.sides(folder, tied=how.tied)
         lora = adapters.read(sides[export.QUERY])
@@ -178,16 +183,8 @@ class Task(TwoSidedTask):
         if description is None:
             return
         trained = {name: getattr(description, name) for name in export.DESCRIBED_DATA}
-        changed = {
-            name: value for name, value in trained.items() if value != getattr(self.cfg.data, name)
-        }
-        if changed:
-            log.warning(
-                "%s was trained with %s, which this experiment says otherwise: its own hold",
-                folder,
-                changed,
-            )
-            self.tokens = Tokens(self.tokenizer, self.cfg.data.model_copy(update=changed))
+        if export.tell_changes(folder, trained, dict(self.cfg.data)):
+            self.tokens = Tokens(self.tokenizer, self.cfg.data.model_copy(update=trained))
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
@@ -232,7 +229,7 @@ class Task(TwoSidedTask):
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
-        texts = to_device(self._batches.lay_out(rows, side))
+        texts = to_device(self.laid_out(rows, side))
         vectors_NE = model(**texts)["queries" if side == "query" else "passages"].float()
         if self._dims is None:
             return vectors_NE
@@ -244,7 +241,26 @@ class Task(TwoSidedTask):
         return first_numbers(vectors_NE, self._dims, normalize=self.how.normalize)
 
     def shorten(self, dims: int) -> None:
+        nested = self.cfg.loss.matryoshka
+        self._tell_untrained("--dims", dims, nested.dims if nested else (), "numbers")
         self._dims = dims
 
     def keep_layers(self, model: Any, count: int) -> None:
-        model.keep_layers(count)
+        nested = self.cfg.loss.matryoshka
+        if model.keep_layers(count):
+            self._tell_untrained("--layers", count, nested.layers if nested else (), "blocks")
+
+    def _tell_untrained(self, flag: str, got: int, trained: Sequence[int], what: str) -> None:
+        """Warn of vectors that the loss of this experiment does not train."""
+        if got in trained or not distributed.is_main():
+            return
+        log.warning(
+            "%s %d: loss.matryoshka.%s of this experiment is %s, so that vectors of the first %d "
+            "%s are not trained, and may find little.",
+            flag,
+            got,
+            flag.removeprefix("--"),
+            list(trained) or "not set",
+            got,
+            what,
+        )

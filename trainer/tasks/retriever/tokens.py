@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import vocabulary
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.protocol.task import Cut
 
 if TYPE_CHECKING:
@@ -63,8 +63,16 @@ class Tokens:
         return self.cut(self.plain_ids(texts, side), side)
 
     def cut(self, plain: Sequence[Sequence[int]], side: Side) -> list[list[int]]:
-        """Adds special tokens to ids that have none, and cuts them to the side's limit."""
-        room = self.limit(side) - len(self.before) - len(self.after)
+        """Adds special tokens to ids that have none, and cuts them to the side's limit. DataError
+        for a text of no token at all, of which no model makes anything.
+        """
+        around = len(self.before) + len(self.after)
+        if not around and not all(map(len, plain)):
+            raise DataError(
+                f"a {side} has no token, for {self.tokenizer.name_or_path!r} knows nothing in its "
+                "text and puts none around it. Leave such texts out, or use data.append_eos."
+            )
+        room = self.limit(side) - around
         return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
 
     def cut_of(self, plain: Sequence[Sequence[int]], side: Side) -> Cut:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.config.auto import AUTO
 from trainer.data.arranged.arrangement import Arrangement
 from trainer.data.formats import picked
 from trainer.models import base_model
@@ -164,6 +166,16 @@ class TwoSidedTask(TokenTask[Config]):
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         return self._pool_loss.of_window(model, window)
+
+    def laid_out(self, texts: Sequence[Sequence[int]], side: Side) -> dict[str, Tensor]:
+        """Token ids as the model takes them, for vectors that are only read. Chunks of "auto" are
+        those of a training, whose activations they bound: here are none, and all texts are one.
+        """
+        batches, loss = self._batches, self.cfg.loss
+        if loss.chunk_tokens == AUTO:
+            loss = loss.model_copy(update={"chunk_tokens": None})
+            batches = replace(batches, cfg=self.cfg.model_copy(update={"loss": loss}))
+        return batches.lay_out(texts, side)
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
         """Token ids as `embed` takes them: with prefix, title and special tokens, cut to the side's

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.config.userfile import kind
 from trainer.data.arranged.arrangement import Arrangement
 from trainer.data.arranged.shared import Shared
 from trainer.errors import DataError
@@ -38,9 +39,16 @@ def settings(batches: Batching | None) -> dict[str, Any]:
 
 
 def with_topics(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same rows. DataError for one without a topic."""
+    """The same rows. DataError for one without a topic, or with one that is no text or number."""
     for row in rows:
-        if row.get(TOPIC) in (None, ""):
+        topic = row.get(TOPIC)
+        if topic is not None and not isinstance(topic, (str, int, float)):
+            raise DataError(
+                f'query {row["id"]!r}: got {kind(topic)} as "{TOPIC}", want a text or a number: '
+                "a row has one topic.",
+                field=TOPIC,
+            )
+        if topic is None or not str(topic).strip():
             raise DataError(
                 f'query {row["id"]!r} has no "{TOPIC}", by which data.batches.topics puts rows '
                 'together. Give every row one, map its column in data.columns ({"topic": "..."}), '
@@ -71,7 +79,7 @@ def arrangement_of(
         return None
     shared = _shared(store, sources) if batches.distinct else None
     topics_N, digest = None, None
-    if batches is not None and batches.reads_topics:
+    if batches.reads_topics:
         words, _ = store.texts(TOPIC)
         _, topics_N = np.unique(_numbers(words), return_inverse=True)
     elif batches.topics is not None:

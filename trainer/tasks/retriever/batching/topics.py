@@ -4,6 +4,7 @@ that every rank and every start of a run has the same.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,13 @@ from trainer.data import vocabulary
 from trainer.data.arranged.clusters import clusters_of, words_of
 from trainer.errors import ConfigError
 from trainer.files.build_once import build_once
+from trainer.files.remembered import cached_sha256
 from trainer.models import base_source
 from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Places
     from trainer.tasks.retriever.batching.config import Topics
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ _ROWS_OF_A_CLUSTER = 200  # TAS-B: 2000 clusters of 400 thousand queries
 _AT_ONCE = 256  # queries that a model reads together
 _SEED = 0  # of clusters; a constant, so that runs of several seeds share them
 _FILE = "topics.npy"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".json")
 
 
 def clusters(task: Any, topics: Topics, store: TokenStore) -> np.ndarray:
@@ -44,8 +48,7 @@ def clusters(task: Any, topics: Topics, store: TokenStore) -> np.ndarray:
     folder = None if topics.model is None else _folder(task, topics.model)
     facts = {"rows": store.digest, "by": topics.by, "clusters": count, "seed": _SEED}
     if topics.by == "model":
-        base = task.cfg.base if folder is None else str(folder)
-        facts["model"] = base_source.fingerprint(base, task.places)
+        facts |= _of_vectors(task, folder)
 
     def build(temporary: Path) -> None:
         if topics.by == "words":
@@ -62,6 +65,34 @@ def clusters(task: Any, topics: Topics, store: TokenStore) -> np.ndarray:
         is_whole=lambda path: (path / _FILE).is_file(),
     )
     return np.load(whole / _FILE)
+
+
+def _of_vectors(task: Any, folder: Path | None) -> dict[str, Any]:
+    """All that the vectors of `_vectors` depend on, besides the queries."""
+    cfg, places = task.cfg, task.places
+    started = task.init_from if folder is None else None
+    if folder is None:
+        source = base_source.resolve(cfg.base, places)
+        folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
+    of_base = base_source.fingerprint(cfg.base, places) if folder is None else ""
+    return {
+        "model": of_base if folder is None else _digest_of(folder, places),
+        "init_from": started and [started, _digest_of(Path(started), places)],
+        "encoder": cfg.encoder.model_dump(mode="json", include={"tied", "pooling", "projection"}),
+        "seed": cfg.train.seed if cfg.encoder.projection is not None else None,  # of a new one
+        "precision": cfg.train.precision,
+        "bits": cfg.train.base_bits,
+    }
+
+
+def _digest_of(folder: Path, places: Places) -> str:
+    """A digest of the weights of a retriever, which may lie in folders of its two sides."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _WEIGHTS and path.is_file():
+            digest = cached_sha256(path, places.cache_dir / "fingerprints")
+            total.update(f"{path.relative_to(folder)}:{digest};".encode())
+    return total.hexdigest()
 
 
 def _folder(task: Any, name: str) -> Path:

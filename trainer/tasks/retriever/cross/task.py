@@ -32,7 +32,15 @@ from trainer.tasks.retriever.config import Config, Data
 from trainer.tasks.retriever.cross import heads, losses, metrics
 from trainer.tasks.retriever.cross.model import Ranker
 from trainer.tasks.retriever.cross.pairs import Pairs
-from trainer.tasks.retriever.export import DESCRIBED_DATA, OF_CROSS
+from trainer.tasks.retriever.export import (
+    DESCRIBED_DATA,
+    OF_CROSS,
+    refuse_base,
+    refuse_lost_head,
+    refuse_other_form,
+    refuse_other_tokenizer,
+    tell_changes,
+)
 from trainer.tasks.retriever.tokens import passage_of
 from trainer.tasks.token_task import TokenTask
 
@@ -91,6 +99,7 @@ class Task(TokenTask[Config]):
             return False
         missing = heads.load(head, source, body=self._body)
         if missing:
+            refuse_lost_head(source, "cross")
             log.info("%s lacks of the head: %s", source, ", ".join(missing))
         return not missing
 
@@ -99,11 +108,18 @@ class Task(TokenTask[Config]):
         """The name of the body in a classifier of transformers."""
         return self._classifier.base_model_prefix
 
+    def model(self) -> nn.Module:
+        refuse_base(base_source.resolve(self.cfg.base, self.places), "cross")
+        return super().model()
+
     def load_export(self, folder: Path) -> nn.Module:
+        refuse_other_form(folder, "cross")
         path = folder / OF_CROSS
         if path.is_file():
             self._follow(path)
-        return super().load_export(folder).eval()
+        model = super().load_export(folder).eval()
+        refuse_other_tokenizer(folder, self.tokenizer, self.places.cache_dir)
+        return model
 
     def _follow(self, path: Path) -> None:
         """Join texts as the exported model was trained, even if this experiment says otherwise."""
@@ -112,14 +128,8 @@ class Task(TokenTask[Config]):
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: {error!r}. Export the model again.") from None
         data = self.cfg.data
-        changed = {name: value for name, value in trained.items() if value != getattr(data, name)}
-        if changed:
-            log.warning(
-                "%s was trained with %s, which this experiment says otherwise: its own hold",
-                path.parent,
-                changed,
-            )
-            self.pairs = Pairs(self.tokenizer, data.model_copy(update=changed))
+        if tell_changes(path.parent, trained, dict(data)):
+            self.pairs = Pairs(self.tokenizer, data.model_copy(update=trained))
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """A classifier of transformers with one output; adapters without their base have their head

@@ -149,10 +149,17 @@ def _of_dense(source: str) -> Tensor | None:
     """The weight of the Dense module on the vectors of tokens, which must be the only one."""
     from safetensors.torch import load_file
 
-    paths = [DENSE]
-    if weight_files.find_file(source, OF_LATE) is None:  # not ours
-        paths = _dense_layers(source)
+    is_ours = weight_files.find_file(source, OF_LATE) is not None
+    paths = [DENSE] if is_ours else _dense_layers(source)
     if not paths:
+        return None
+    file = weight_files.find_file(source, f"{paths[0]}/model.safetensors")
+    if file is None and not is_ours:
+        raise ConfigError(
+            f"base: {source} projects its vectors, and {paths[0]} holds no model.safetensors, want "
+            "its weights there. Save it with safetensors, or copy it again."
+        )
+    if file is None:
         return None
     config = weight_files.find_file(source, f"{paths[0]}/config.json")
     values: dict[str, Any] = {} if config is None else json.loads(config.read_text())
@@ -165,8 +172,7 @@ def _of_dense(source: str) -> Tensor | None:
             f"base: {source} projects its vectors with {got}, want a single linear layer for "
             'form="late". Take another base.'
         )
-    file = weight_files.find_file(source, f"{paths[0]}/model.safetensors")
-    return None if file is None else load_file(file).get(_WEIGHT)
+    return load_file(file).get(_WEIGHT)
 
 
 def _dense_layers(source: str) -> list[str]:

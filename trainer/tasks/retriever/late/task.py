@@ -4,7 +4,6 @@ to score a query's passages above others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +21,11 @@ from trainer.models.weights import model_folder
 from trainer.protocol.abilities import IdLists, Side, TokenVectors
 from trainer.protocol.task import Batch, Places, Row, Text
 from trainer.runtime.batch import to_device
+from trainer.tasks.retriever import export as forms
 from trainer.tasks.retriever.apart.task import TwoSidedTask
 from trainer.tasks.retriever.batches import texts_of
 from trainer.tasks.retriever.config import Config, Data, Late
 from trainer.tasks.retriever.cross import losses, metrics
-from trainer.tasks.retriever.export import refuse_other_form
 from trainer.tasks.retriever.late import export
 from trainer.tasks.retriever.late.batches import LateBatches, texts_by_name
 from trainer.tasks.retriever.late.model import LateRetriever
@@ -36,8 +35,6 @@ from trainer.tasks.retriever.loss.own_passages import own_passages
 from trainer.tasks.retriever.model import most_calls
 from trainer.tasks.retriever.sentence_folder import with_pad
 from trainer.tasks.retriever.tokens import Tokens
-
-log = logging.getLogger(__name__)
 
 
 class Task(TwoSidedTask):
@@ -81,33 +78,31 @@ class Task(TwoSidedTask):
                 f"the model's {positions} positions. Use at most {positions}."
             )
 
+    def model(self) -> nn.Module:
+        forms.refuse_base(base_source.resolve(self.cfg.base, self.places), "late")
+        return super().model()
+
     def fill_head(self, head: Any, source: str) -> bool:
-        return export.fill_head(head, source)
+        if export.fill_head(head, source):
+            return True
+        forms.refuse_lost_head(source, "late")
+        return False
 
     def load_export(self, folder: Path) -> nn.Module:
-        refuse_other_form(folder, "late")
+        forms.refuse_other_form(folder, "late")
         said = export.read_description(folder)
         if said is not None:
             data, late = said
             own = {name: getattr(self.cfg.data, name) for name in data}
-            both = [(data, own), (late.model_dump(), self.cfg.late.model_dump())]
-            changed = {
-                name: value
-                for trained, here in both
-                for name, value in trained.items()
-                if value != here[name]
-            }
-            if changed:
-                log.warning(
-                    "%s was trained with %s, which this experiment says otherwise: its own hold",
-                    folder,
-                    changed,
-                )
+            own |= self.cfg.late.model_dump()
+            forms.tell_changes(folder, {**data, **late.model_dump()}, own)
             own_data = validate(
                 Data, {**self.cfg.data.model_dump(exclude_unset=True), **data}, source=str(folder)
             )
             self._follow(own_data, late)
-        return super().load_export(folder).eval()
+        model = super().load_export(folder).eval()
+        forms.refuse_other_tokenizer(folder, self.tokenizer, self.places.cache_dir)
+        return model
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """A body of transformers; adapters without their base where the experiment says so. The

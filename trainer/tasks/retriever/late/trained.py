@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.models.adapters import are_in, loading
-from trainer.protocol.abilities import CutRow, Prediction, Usage
-from trainer.tasks.retriever import trained as of_vectors
+from trainer.protocol.abilities import Prediction, Usage
 from trainer.tasks.retriever.config import Config
 from trainer.tasks.retriever.late.export import DENSE
 from trainer.tasks.retriever.sentence_folder import MODULES
+from trainer.tasks.retriever.trained import cut_row, row_to_predict
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainer.protocol.task import Row
+
+# a row of any form that reads both sides apart is predicted and cut alike
+__all__ = ["cut_row", "predict", "row_to_predict", "usage"]
 
 _SENTENCES = """\
 from sentence_transformers import MultiVectorEncoder
@@ -70,16 +73,6 @@ def usage(cfg: Config, folder: Path) -> Usage:
         "its tokenizer does not add."
     )
     return Usage("peft" if are_in(folder) else "transformers", [plain], limits)
-
-
-def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """As the row of a retriever of one vector."""
-    return of_vectors.row_to_predict(task, raw, place)
-
-
-def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
-    """What the limits of both sides cut off a query and its passages."""
-    return of_vectors.cut_row(task, model, row, how)
 
 
 @torch.no_grad()

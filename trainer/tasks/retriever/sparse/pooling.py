@@ -159,6 +159,7 @@ class _Largest(torch.autograd.Function):
             of_cells = flat_CD.new_zeros(len(weights), length, weights.shape[1])
             of_cells.scatter_(1, place[:, None], slopes[:, None].to(flat_CD.dtype))
             work.add(chunk.cells, of_cells.flatten(0, 1))
+            del of_cells  # before those of the next chunk are there
         return None, *work.finished()
 
 
@@ -173,6 +174,7 @@ class _Summed(torch.autograd.Function):
         for chunk in places.chunks(_positions(weight_VD)):
             logits = _wide(_logits(chunk, flat_CD, weight_VD, bias_V)).relu_().log1p_()
             weights_NV[chunk.texts] += logits.mul_(chunk.is_there_BL[..., None]).sum(1)
+            del logits  # before those of the next chunk are there
         return weights_NV
 
     @staticmethod
@@ -185,6 +187,7 @@ class _Summed(torch.autograd.Function):
             slopes = logits.add_(1).reciprocal_().mul_(gradient_NV[chunk.texts][:, None])
             of_cells = slopes.masked_fill_(~is_active, 0.0).to(flat_CD.dtype)
             work.add(chunk.cells, of_cells.flatten(0, 1))
+            del logits, is_active, slopes, of_cells
         return None, *work.finished()
 
 

@@ -4,7 +4,6 @@ a query the words of its passages. Its rows, batches and contrast are those of t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,18 +18,17 @@ from trainer.models.weights import model_folder
 from trainer.protocol.abilities import Side
 from trainer.protocol.task import STEP, Batch, Places, Text
 from trainer.runtime.batch import to_device
+from trainer.tasks.retriever import export as forms
 from trainer.tasks.retriever import sentence_folder
 from trainer.tasks.retriever.apart.task import TwoSidedTask
 from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Sparse
-from trainer.tasks.retriever.export import DESCRIBED_DATA, QUERY, refuse_other_form
+from trainer.tasks.retriever.export import QUERY
 from trainer.tasks.retriever.model import most_calls, texts_by_name
 from trainer.tasks.retriever.sparse import export, heads, metrics
 from trainer.tasks.retriever.sparse.loss import SparseLoss
 from trainer.tasks.retriever.sparse.model import SparseRetriever
 from trainer.tasks.retriever.tokens import Tokens
-
-log = logging.getLogger(__name__)
 
 
 class Task(TwoSidedTask):
@@ -47,11 +45,6 @@ class Task(TwoSidedTask):
         self.words: Sparse = cfg.sparse  # an exported model may say otherwise
         self._pool_loss = SparseLoss(cfg)
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of words that have weights."""
-        return base_source.config_of(self.cfg.base, self.places).vocab_size
-
     # Model
     # ----------------------------------------------------------------------------------------------
 
@@ -64,10 +57,16 @@ class Task(TwoSidedTask):
         read = self.reader(base.base_model)
         return SparseRetriever(base, read, how=self.words, around=around)
 
+    def model(self) -> nn.Module:
+        forms.refuse_base(base_source.resolve(self.cfg.base, self.places), "sparse")
+        return super().model()
+
     def load_export(self, folder: Path) -> nn.Module:
-        refuse_other_form(folder, "sparse")
+        forms.refuse_other_form(folder, "sparse")
         self._follow_description(folder)
-        return super().load_export(folder).eval()
+        model = super().load_export(folder).eval()
+        forms.refuse_other_tokenizer(folder, self.tokenizer, self.places.cache_dir)
+        return model
 
     def _follow_description(self, folder: Path) -> None:
         """Make of texts what the exported model was trained to, even if this experiment says
@@ -75,16 +74,10 @@ class Task(TwoSidedTask):
         """
         description = export.read(folder)
         self.words = export.sparse_of(description, self.cfg.sparse)
-        data = self.cfg.data
-        trained = {name: getattr(description, name) for name in DESCRIBED_DATA}
-        changed = {name: value for name, value in trained.items() if value != getattr(data, name)}
-        if changed:
-            log.warning(
-                "%s was trained with %s, which this experiment says otherwise: its own hold",
-                folder,
-                changed,
-            )
-            self.tokens = Tokens(self.tokenizer, data.model_copy(update=changed))
+        data, own = self.cfg.data, {**dict(self.cfg.sparse), **dict(self.cfg.data)}
+        if forms.tell_changes(folder, dict(description), own):
+            trained = {name: getattr(description, name) for name in forms.DESCRIBED_DATA}
+            self.tokens = Tokens(self.tokenizer, data.model_copy(update=trained))
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """A model of transformers that fills masks, or adapters; and what sentence-transformers
@@ -92,7 +85,7 @@ class Task(TwoSidedTask):
         """
         super().export(weights, folder)
         export.write(folder, self.cfg)
-        if export.can_say(self.cfg, self.tokens, self.vocabulary):
+        if export.can_say(self.cfg, self.tokens, self.exported_config().vocab_size):
             model_folder.write_tokenizer(folder, sentence_folder.with_pad(self.tokenizer))
             export.write_for_sentences(folder, self.cfg, self.tokens)
 
@@ -118,7 +111,8 @@ class Task(TwoSidedTask):
         texts = texts_of(batch)
         weights = model(**texts, calls=most_calls(texts))
         table = metrics.table_of(batch, weights["queries"], weights["passages"])
-        how = {"vocabulary": self.vocabulary, "temperature": self.words.temperature}
+        words = weights["queries"].shape[1]
+        how = {"vocabulary": words, "temperature": self.words.temperature}
         return {"retrieval": GatheredValues(table, partial(metrics.sparse_metrics, **how))}
 
     # Embedding
@@ -126,5 +120,5 @@ class Task(TwoSidedTask):
 
     def embed_words(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, V) fp32 weights of N token rows, 0 of most words."""
-        texts = to_device(self._batches.lay_out(rows, side))
+        texts = to_device(self.laid_out(rows, side))
         return model(**texts)["queries" if side == "query" else "passages"].float()

@@ -1,0 +1,88 @@
+"""What the environment switches on or off, and words that it does not know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.facts import experiment
+from tests.wording import refused
+from trainer.launch.run_folder import (
+    _of_kernels as kernels_of,  # pyright: ignore[reportPrivateUsage]
+)
+from trainer.models.processor.row_attention import is_here
+from trainer.plan.memory.measure import MeasureRequest
+from trainer.plan.memory.measure import _key as key_of  # pyright: ignore[reportPrivateUsage]
+from trainer.runtime import device_defaults
+from trainer.switches import CPU_KERNELS, EXAMINE, KEEP_MEMORY, TF32, is_on, keeps_memory
+
+
+@pytest.mark.parametrize("name", [CPU_KERNELS, KEEP_MEMORY, TF32, EXAMINE])
+@pytest.mark.parametrize("word", ["yes", "true", "2", " 1", "On"])
+def test_a_word_that_a_switch_does_not_know_is_refused_before_a_run(
+    name: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, word)
+    on, off = ("on", "off") if name == EXAMINE else ("1", "0")
+    with refused("switch_word", name=name, word=word, on=on, off=off):
+        device_defaults.before_torch()
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_switch_that_is_not_set_has_its_default(default: bool) -> None:
+    assert is_on(KEEP_MEMORY, {}, default=default) is default
+    assert is_on(KEEP_MEMORY, {KEEP_MEMORY: ""}, default=default) is default
+    assert is_on(KEEP_MEMORY, {KEEP_MEMORY: "1"}, default=default)
+    assert not is_on(KEEP_MEMORY, {KEEP_MEMORY: "0"}, default=default)
+    assert not is_on(EXAMINE, {EXAMINE: "off"}, default=default)
+
+
+def test_memory_is_kept_unless_it_or_malloc_says_otherwise() -> None:
+    assert keeps_memory({})
+    assert not keeps_memory({KEEP_MEMORY: "0"})
+    assert not keeps_memory({"MALLOC_MMAP_MAX_": "0", KEEP_MEMORY: "1"})
+    with refused("switch_word", name=KEEP_MEMORY, word="no", on="1", off="0"):
+        keeps_memory({KEEP_MEMORY: "no", "MALLOC_MMAP_MAX_": "0"})
+
+
+def test_kernels_of_a_processor_refuse_a_word_where_no_run_has_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    assert not is_here(torch.ones(1))
+    monkeypatch.setenv(CPU_KERNELS, "1")
+    assert is_here(torch.ones(1))
+    assert not is_here(torch.ones(1, device="meta"))
+    monkeypatch.setenv(CPU_KERNELS, "yes")
+    with refused("switch_word", name=CPU_KERNELS, word="yes", on="1", off="0"):
+        is_here(torch.ones(1))
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_run_goes_on_with_the_kernels_that_it_began_with(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.json"
+    monkeypatch.setenv(CPU_KERNELS, str(int(began)))
+    said = kernels_of(path)
+    assert said == ({"cpu_kernels": True} if began else {})
+    path.write_text(json.dumps({"identity": {}, **said}))
+    assert kernels_of(path) == said
+    monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
+    with refused("kernels_changed", was=int(began), now=int(not began)):
+        kernels_of(path)
+
+
+def test_a_step_measured_with_one_kind_of_kernels_is_not_read_for_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = MeasureRequest(experiment("retriever", tmp_path), "train", [], device="cpu")
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    without = key_of(request, "program")
+    monkeypatch.setenv(CPU_KERNELS, "1")
+    assert key_of(request, "program") != without
+    monkeypatch.setenv(CPU_KERNELS, "0")
+    assert key_of(request, "program") == without

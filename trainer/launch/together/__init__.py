@@ -1,0 +1,1 @@
+"""A group of experiments that is trained by one process on one frozen base (--together)."""
