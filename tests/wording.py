@@ -1381,6 +1381,7 @@ OPERATIONS = (
         ReplayDiffers,
         replay_differs="operation {seq} was run again ...: {then}} then, ...: {now}} now",
     )
+    | wording(DivergedError, sample_not_finite="no token can be drawn: the model computes NaN")
     | wording(ResumeError, records_held="another process writes")
     | wording(
         CheckpointError,
@@ -1392,6 +1393,7 @@ OPERATIONS = (
         driven_inputs_differ="row {index} has the loss inputs",
         driven_axis_differs="row {index}: {name} has the shape",
         payload_unreadable="the payload of rows is no safetensors file",
+        payload_no_number="the payload of rows: got no number of {name!r} for a token",
         driven_inputs_foreign="; {name} wants target_tokens",
         driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
         driven_id_foreign="got the id {id} at position",
@@ -1443,6 +1445,7 @@ STEPS = wording(
     operation_conflict_http="{run}: operation {seq} was sent before with another content",
     operation_gap_http="Operation {seq} of {run} does not follow the last one, ...operation {next}",
     steps_target_shape="target_tokens: got the shape {shape}, want [{length}] or",
+    steps_no_target="target_tokens: got no target for a token",
     steps_not_finite="{input}: got NaN or an infinite number",
     steps_input_missing="the loss {loss} wants loss_fn_inputs[{name!r}]",
     steps_input_unknown="the loss {loss} reads no {name!r}, want",
@@ -1462,6 +1465,13 @@ STEPS = wording(
     driven_goes_on="The run is {status}. Cancel it first",
     driven_model="was made by a driven run. Delete that: DELETE /lathe/v1/runs/{run}.",
     driven_deleted="{run} was deleted. Use the next model_seq_id.",
+    sample_memory="num_samples={count} of {most} tokens behind a prompt of {length} do not fit into the memory",
+    steps_weights_deleted="The weights of {sampler} were deleted. Begin another sampler.",
+    steps_saved_again="{kind}/{name} is being saved again. Delete it when that is done.",
+    steps_sampler_made="{sampler} was made of another request. Use the next sampling_session_seq_id.",
+    steps_copy_number="model_seq_id: got {number}, want less than {most}",
+    steps_two_params="optim_params: adam_params is there, too. Send one of the two.",
+    steps_token_unknown="weights_access_token: this server knows no such token",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
 

@@ -253,7 +253,9 @@ class Keeper:
             return self._step("send", row, partial(self._submit, facts, folder))
         if row.state in ACTIVE and row.job_id is not None:
             return None
-        rest = None if facts.ticket.driven_by is None else self._driven.rest(self.folder.base, row)
+        rest = None
+        if facts.ticket.driven_by is not None:
+            rest = self._driven.rest(self.folder.base, row, reserve=self.config.reserve)
         if rest is not None:
             fail = partial(self._fail, folder, Failure(at=now(), message=rest))
             return _Step(FILES, fail) if rest else None
@@ -423,16 +425,18 @@ class Keeper:
         _raise_if_locked(self.folder.base.run(row.exp_id))
         # "cancelled": paused by an earlier version, which did not say so in its record
         resumed: tuple[JobState, ...] = ("paused", "cancelled")
-        if facts.ticket.driven_by:
+        is_driven = facts.ticket.driven_by is not None
+        if is_driven:  # DrivenJobs.rest has said that it goes on
             resumed = (*resumed, "preempted", *FAILED)
         if is_shared(facts.ticket):  # another worker may compute it now
             folder = TicketFolder(self.folder.tickets / facts.ticket.id)
             with self._driven.place(self, facts.ticket) as host:
                 request = self._request_of(facts.ticket, folder, host)
-                request = replace(request, retry=resumed)
+                request = replace(request, retry=resumed, with_bad_input=is_driven)
                 (result,) = group_of_jobs.submit(request)
         else:
-            limits = Limits(retry=resumed) if row.state in resumed else None
+            limits = Limits(retry=resumed, with_bad_input=is_driven)
+            limits = limits if row.state in resumed else None
             sent = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
             (result,) = control.again(sent, [row])
         if result.action in ("skip", "wait") or result.is_bad:

@@ -300,7 +300,7 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         request.job.max_retries,
         request.job.max_preemptions,
         retry,
-        with_bad_input=is_other,
+        with_bad_input=is_other or request.with_bad_input,
     )
     return decide(
         row,

@@ -59,6 +59,7 @@ class Request:
     deepspeed: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     retry: Collection[JobState] = ()
+    with_bad_input: bool = False  # also those that ended by bad input
     max_parallel: int | None = None
     use_array: bool = False
     after: Sequence[str] = ()

@@ -66,6 +66,10 @@ def bad_operations() -> list[tuple[Step, Fault]]:
         (passed([negative]), fault("driven_id_foreign", id=-int(good.tokens[0]) - 1)),
         (passed([row_with(weights=nan)]), fault("driven_not_finite", key="weights")),
         (passed([row_with(weights=nan[:-1] * 0)]), fault("driven_shape", key="weights")),
+        (
+            passed([row_with(target_tokens=foreign.reshape(length, 1)[:, :0])]),
+            fault("payload_no_number", name="in.target_tokens"),
+        ),
         (passed([]), fault("driven_no_rows")),
         (("forward", {"loss_fn": "cross_entropy"}, b"torn"), fault("payload_unreadable")),
         (step(beta1=1.0, eps=float("nan")), fault("driven_adam", name="beta1")),

@@ -108,6 +108,11 @@ while True:
     if one.kind == what.get("dies_at") and one.seq > results.last_seq:
         open({what!r}, "w").write("{{}}")
         os.kill(os.getpid(), signal.SIGKILL)
+    if one.kind == what.get("disk_full_at") and one.seq > results.last_seq:
+        open({what!r}, "w").write("{{}}")
+        status = {{"state": "failed", "step": 0, "total": None, "error": "StorageError: no space left"}}
+        write_json(run / "status.json", status)
+        sys.exit(2)
     began = time.time()
     fields, payload = perform(one)
     time.sleep(what.get("work_s", 0.0))

@@ -157,7 +157,8 @@ def test_a_run_that_has_ended_is_deleted_and_absent_from_then_on(
         anna.result(anna.post("save_weights", {"model_id": model, "path": "a", "seq_id": 1}))
         own = asked(running, f"runs/{run}/operations", tokens["anna"]).json()
         assert [one["tinker_path"] for one in own["saved"]] == [f"tinker://{model}/weights/a"]
-        anna.result(anna.post("unload_model", {"model_id": model}))
+        ended = anna.result(anna.post("unload_model", {"model_id": model}))
+        assert ended == {"type": "unload_model", "model_id": model}
         wait_until(lambda: row_of(running, run), lambda row: row.state == "succeeded")
         indexed = running.keeper.index.job_of_run(run)
         assert indexed is not None

@@ -324,6 +324,40 @@ def test_odd_folders_hide_nothing_of_anybody_else(tmp_path: Path) -> None:
         assert anna.get("checkpoints").json()["checkpoints"] == []
 
 
+def test_a_run_whose_results_were_altered_hides_no_other(tmp_path: Path) -> None:
+    with unworked(tmp_path / "base") as running:
+        client = driver(running)
+        session = client.session()
+        broken, whole = (new_run(client, session, number) for number in (0, 1))
+        for model in (broken, whole):
+            client.post("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+            client.step(model, 2)
+            work(running, model)
+        steps = running.app.app.state.steps
+        steps.runs.close()
+        path = folder_of(running, broken) / FOLDER / "results-000001.bin"
+        content = bytearray(path.read_bytes())
+        content[60] ^= 255  # in the header of the first one
+        path.write_bytes(content)
+        own = f"tinker://{whole}/weights/a"
+        listed = client.get("checkpoints").json()["checkpoints"]
+        assert [one["tinker_path"] for one in listed] == [own]
+        runs = client.get("training_runs").json()["training_runs"]
+        assert {one["training_run_id"]: one["corrupted"] for one in runs} == {
+            broken: True,
+            whole: False,
+        }
+        (found,) = client.post("sessions/search", {}).json()["sessions"]
+        assert found["checkpoints_count"] == 1
+        alone = client.get(f"training_runs/{broken}/checkpoints")
+        assert alone.status_code == 500
+        says("records_altered", alone.text)
+        ttl = running.base / "_service/steps" / session / "saved-1-1-ttl.json"
+        ttl.write_text('{"expires_at": "2020-01-01T00:00:00+00:00"}')
+        sweep(steps)
+        assert not (folder_of(running, whole) / "saved/a").exists()
+
+
 def test_a_run_whose_offer_is_gone_answers_for_what_it_did_and_can_be_ended(tmp_path: Path) -> None:
     base = tmp_path / "base"
     with unworked(base) as running:

@@ -141,6 +141,7 @@ WRONG = [
         "cross_entropy",
         fault("steps_not_finite"),
     ),
+    ([([1], {"target_tokens": np.zeros((1, 0), int)})], "cross_entropy", fault("steps_no_target")),
     ([([1], {"target_tokens": [2]})], "ppo", fault("steps_input_missing")),
     ([([1], {"target_tokens": [2], "mask": [1]})], "cross_entropy", fault("steps_input_unknown")),
     ([([1] * 65, {"target_tokens": [2] * 65})], "cross_entropy", fault("steps_row_length")),

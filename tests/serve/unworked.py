@@ -37,16 +37,20 @@ def folder_of(service: Service, model: str) -> Path:
 
 
 def work(service: Service, model: str) -> None:
-    """Write a result for every operation of a run, and the files of what it saves."""
+    """Write a result for every operation of a run that has none, and the files of what it saves."""
     run = folder_of(service, model)
     source, results = OperationReader(run / FOLDER), ResultWriter(run / FOLDER)
     while (one := source.next()) is not None:
+        if one.seq <= results.last_seq:
+            continue
         fields: dict[str, Any] = {}
+        if one.kind == "refused":
+            fields = {"error": one.fields["error"], "category": "user"}
         if one.kind in ("save_state", "save_for_sampler"):
             part = "saved" if one.kind == "save_state" else "sampler"
-            fields = {"folder": f"{part}/{one.fields['name']}", "sha256": "0" * 64, "bytes": 4}
+            sha256 = f"{one.seq:064x}"
+            fields = {"folder": f"{part}/{one.fields['name']}", "sha256": sha256, "bytes": 4}
             (run / fields["folder"]).mkdir(parents=True, exist_ok=True)
             (run / fields["folder"] / "weights.bin").write_bytes(b"1234")
-        if one.seq > results.last_seq:
-            results.append(one.seq, fields, work=work_of(one, one.time))
+        results.append(one.seq, fields, work=work_of(one, one.time))
     results.close()

@@ -33,6 +33,20 @@ def test_losses_and_their_gradients_are_the_formulas(name: str) -> None:
     torch.testing.assert_close(l.grad, gradients)
 
 
+def test_a_token_whose_ratio_is_infinite_and_clipped_has_no_gradient_and_spoils_no_other() -> None:
+    """ppo clips it where its advantage is not negative; with a negative one it has no bound."""
+    l = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)  # noqa: E741
+    inputs = {"logprobs": torch.tensor([-200.0, -200.0, -1.0])}
+    inputs["advantages"] = torch.tensor([2.0, 0.0, 1.0])
+    losses = LOSSES["ppo"].tokens(l, inputs, {})
+    losses.sum().backward()
+    torch.testing.assert_close(losses.detach(), torch.tensor([-2.4, 0.0, -1.0]))
+    assert l.grad is not None
+    assert l.grad.tolist() == [0.0, 0.0, -1.0]
+    inputs["advantages"] = torch.tensor([-1.0, 0.0, 1.0])
+    assert LOSSES["ppo"].tokens(l, inputs, {}).isinf().tolist() == [True, False, False]
+
+
 def test_cross_entropy_is_weighted_and_thresholds_may_differ_by_token() -> None:
     logps = torch.tensor([-1.0, -2.0])
     weighted = LOSSES["cross_entropy"].tokens(logps, {"weights": torch.tensor([0.5, 0.0])}, {})

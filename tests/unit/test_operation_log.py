@@ -294,6 +294,9 @@ def test_rows_of_different_kinds_are_refused() -> None:
         payload_of([one, two])
     with refused("payload_unreadable"):
         rows_of(b"no tensors", {})
+    none = DrivenRow(np.arange(3), {"target_tokens": np.zeros((3, 0), np.int64)})
+    with refused("payload_no_number", name="in.target_tokens"):
+        rows_of(*payload_of([none]))
 
 
 def test_outputs_come_back_by_row() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tests.wording import refused
-from trainer.driven.account import Account
+from trainer.driven import adam
+from trainer.driven.account import Account, outcome_of
 from trainer.driven.checks import adam_of, loss_of
+from trainer.driven.model import DrivenModel
 from trainer.driven.states import States
 from trainer.driven.together.shared_loop import SharedLoop
 from trainer.errors import CheckpointError, StorageError
@@ -57,6 +59,32 @@ def test_a_list_of_states_that_a_disk_refuses_fails_on_no_rank(tmp_path: Path) -
     states = States(tmp_path, lambda *_: lambda: tmp_path, "base")
     states.keep(SimpleNamespace(), 3)  # pyright: ignore[reportArgumentType]
     states.saves.wait()
+
+
+def test_a_step_that_was_made_is_not_told_to_have_failed_where_its_line_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stops before it has told anything, and makes the step again when there is room."""
+
+    def full(step: int, line: dict[str, float]) -> None:
+        raise StorageError("metrics.jsonl: no space left")
+
+    monkeypatch.setattr(adam, "update", lambda engine, how: 1.0)
+    unused: Any = SimpleNamespace()
+    progress: Any = SimpleNamespace(step=0)
+    how: Any = {"engine": unused, "layout": unused, "states": unused, "lora": unused}
+    how |= {"vocabulary": 9, "most_tokens": 9, "most_steps": 9, "seed": 0, "export": print}
+    model = DrivenModel(progress=progress, log=full, is_created=True, **how)
+    model.pending.operations = 1
+    numbers = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    step = Operation(0, "optim_step", dict.fromkeys(numbers, 0.5), b"", 0.0, "", "")
+    account = Account(model, tmp_path, after=-1, every=50)
+    outcome = outcome_of(lambda: model.do(step))
+    assert outcome[0] == {"metrics": {"grad_norm": 1.0, "step": 1}}
+    with pytest.raises(StorageError):
+        account.book(step, outcome)
+    assert account._stored(0) is None
+    account.close()
 
 
 @pytest.mark.parametrize("value", [10**400, float("inf"), float("nan")])

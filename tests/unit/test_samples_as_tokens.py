@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.wording import refused, says
+from trainer.commands.texts import exchanged
 from trainer.commands.texts.samples import sample
 from trainer.commands.texts.wishes import WrongWish
 
@@ -84,6 +87,40 @@ def test_alternatives_at_a_tiny_temperature_are_the_likeliest_tokens(base: Any) 
         cold["alternatives"]
         == sample(TASK, base, question(**asked, temperature=0.0))["alternatives"]
     )
+
+
+@pytest.mark.parametrize("wish", [{"num_samples": 1}, {"temperature": 0.5, "alternatives": 2}])
+def test_a_model_that_gives_no_numbers_is_told_and_not_drawn_from(
+    base: Any, wish: dict[str, Any]
+) -> None:
+    """The process that draws serves all runs on a base: no run may end it."""
+    broken = copy.deepcopy(base)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(3e38)
+    with refused("sample_not_finite"):
+        sample(TASK, broken, question(**wish))
+
+
+def test_a_question_for_which_there_is_no_memory_ends_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be asked again for two hours, and end the process of everybody each time."""
+
+    def full(task: Any, base: Any, one: dict[str, Any]) -> dict[str, Any]:
+        if one["num_samples"] == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"sequences": []}
+
+    options: Any = None
+    worker = exchanged.ExchangedWeights({}, options)
+    model = SimpleNamespace(task=TASK, model=SimpleNamespace(base=None))
+    monkeypatch.setattr(worker, "_with", lambda weights: model)
+    monkeypatch.setattr(exchanged, "sample", full)
+    asked = [{"weights": "", "sample": question(num_samples=count)} for count in (128, 2)]
+    large, small = worker.answers(asked)
+    assert (large["of"], large["param"]) == (0, "num_samples")
+    says("sample_memory", large["error"], count=128, length=len(PROMPT))
+    assert small == {"of": 1, "sequences": []}
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(base: Any) -> None:

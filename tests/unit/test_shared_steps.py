@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"init": "pissa"}}, "got lora.init='pissa'"),
     ({"lora": {"tokens": [3]}}, "got lora.tokens=[3]"),
     ({"lora": {"modules_to_save": ["lm_head"]}}, "got lora.modules_to_save=['lm_head']"),
-    ({"train": {"precision": "fp16"}}, "got train.precision='fp16', want 'bf16' or 'fp32'"),
+    (
+        {"train": {"precision": "fp16"}, "deepspeed": "zero1"},
+        "got train.precision='fp16', want 'bf16' or 'fp32'",
+    ),
     ({"train": {"neftune_alpha": 5.0}}, "got train.neftune_alpha=5.0, want it left out"),
     ({"train": {"ema": 0.9}}, "got train.ema=0.9, want it left out"),
     ({"train": {"hours": 1.0}}, "got train.hours=1.0, want it left out"),
@@ -126,6 +130,16 @@ def test_what_cannot_share_a_base_is_refused_by_name(
     assert problem in str(caught.value)
 
 
+def test_ranks_that_share_rows_are_refused_together(facts: Path, tmp_path: Path) -> None:
+    file = {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}
+    (tmp_path / "shared.json").write_text(json.dumps(file))
+    options = Options(Path("unread"), cache_dir=Path("unread"))
+    values = {**values_of(facts), "deepspeed": str(tmp_path / "shared.json")}
+    with refused("together_refused") as caught:
+        refuse([plan(values, options, world=2, rank=0)], options)
+    assert "got sequence_parallel_size=2, want ranks with rows of their own" in str(caught.value)
+
+
 def test_another_task_and_flags_of_one_run_are_refused_together(facts: Path) -> None:
     options = Options(Path("unread"), cache_dir=Path("unread"), test=True)
     values = experiment("cross_attention", facts)
@@ -139,7 +153,7 @@ def test_another_task_and_flags_of_one_run_are_refused_together(facts: Path) -> 
 def test_a_base_with_dropout_is_refused(facts: Path) -> None:
     options = Options(Path("unread"), cache_dir=Path("unread"))
     values = with_dropout(values_of(facts, base=TINY_BASE))
-    with refused("together_unsharable", what="base"):
+    with refused("together_unsharable", what="transformer.drop"):
         refuse([plan(values, options, world=1, rank=0)], options)
 
 

@@ -219,7 +219,7 @@ def test_runs_on_one_base_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse([_planned(tmp_path, values)], Options(tmp_path, cache_dir=tmp_path))
     says("together_refused", str(caught.value))
-    assert "got sequence_parallel_size=2, want it left out" in str(caught.value)
+    assert "got sequence_parallel_size=2, want ranks with rows of their own" in str(caught.value)
 
 
 @pytest.mark.parametrize(

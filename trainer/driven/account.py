@@ -131,6 +131,7 @@ class Account:
         return self._results.get(seq)
 
     def _write(self, seq: int, outcome: Outcome, **more: Mapping[str, Any] | None) -> None:
+        self.model.tell()
         fields, payload = outcome
         old = self._stored(seq)
         if old is not None and old.error is not None and "error" in fields:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 # N target tokens
 
+MOST_LOG_RATIO = 80.0  # exp() of more than 88 is infinite in fp32
+
 
 @dataclass(frozen=True)
 class DrivenLoss:
@@ -69,7 +71,10 @@ def _importance_sampling(
 
 
 def _ppo(logps_N: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    ratio_N, advantages_N = _ratio(logps_N, inputs), inputs["advantages"]
+    log_ratio_N, advantages_N = logps_N - inputs["logprobs"], inputs["advantages"]
+    # Here the clipped part counts, and its gradient is 0. That of an infinite ratio is NaN.
+    is_clipped_N = (log_ratio_N > MOST_LOG_RATIO) & (advantages_N >= 0)
+    ratio_N = log_ratio_N.masked_fill(is_clipped_N, MOST_LOG_RATIO).exp()
     clipped_N = _clipped(ratio_N, inputs, config)
     return -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
 

@@ -52,6 +52,15 @@ class DrivenModel:
     is_created: bool = False
     has_ended: bool = False
     pending: Pending = field(default_factory=Pending)
+    line: dict[str, float] | None = None  # of the last step, until it is told
+
+    def tell(self) -> None:
+        """Write the line of a step to metrics.jsonl. StorageError when the disk refuses: the step
+        was made all the same, so that this is no outcome of its operation.
+        """
+        line, self.line = self.line, None
+        if line is not None:
+            self.log(self.progress.step, line)
 
     def do(self, operation: Operation) -> Outcome:
         """Run one operation. A UserError says why it was refused: then nothing has changed."""
@@ -138,7 +147,7 @@ class DrivenModel:
                 "changed. Look at the losses of the forward_backward before it."
             )
         self.progress.step += 1
-        line = {
+        self.line = {
             "loss_sum": pending.loss,
             "grad_norm": norm,
             "lr": how.learning_rate,
@@ -146,7 +155,6 @@ class DrivenModel:
             "tokens": pending.tokens,
             "operation": operation.seq,
         }
-        self.log(self.progress.step, line)
         return {"metrics": {"grad_norm": norm, "step": self.progress.step}}, b""
 
     def _save_state(self, operation: Operation) -> Outcome:

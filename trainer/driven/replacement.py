@@ -22,6 +22,7 @@ def replace(engine: Engine, saved: Checkpoint, *, with_optimizer: bool) -> None:
     module: Any = engine.model.module
     weights = saved.weights(engines.shapes(module))
     optimizer = saved.optimizer(engine.optimizer.shapes())
+    state = saved.state()["engine"]  # all files are open before anything changes
     engine.state_copy.wait()
     if engine.stage == 3:
         engine.model.optimizer._partition_all_parameters()  # as DeepSpeed's step() begins
@@ -36,7 +37,7 @@ def replace(engine: Engine, saved: Checkpoint, *, with_optimizer: bool) -> None:
         if whole:
             whole[0].all_gather(whole)
     if with_optimizer:
-        engine.optimizer.restore(optimizer, saved.state()["engine"])
+        engine.optimizer.restore(optimizer, state)
         return
     engine.optimizer.make_empty()
     for state in engine.optimizer.inner().state.values():

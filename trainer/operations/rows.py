@@ -117,6 +117,8 @@ def _parts(
         raise DataError(f"the payload of rows: {offsets!r} does not divide {name!r}.")
     parts = [flat[start:end] for start, end in itertools.pairwise(bounds)]
     width = int(np.prod(trailing)) if trailing else 1
+    if width < 1:
+        raise DataError(f"the payload of rows: got no number of {name!r} for a token, want one.")
     if trailing and any(part.size % width for part in parts):
         raise DataError(f"the payload of rows: {name!r} does not divide into rows of {width}.")
     return [part.reshape(-1, *trailing) if trailing else part for part in parts]

@@ -77,8 +77,9 @@ class Steps:
         """Whether what an operation is to save is there, or may come."""
         if run.exp_id is None:
             return True
+        is_over = self.runs.has_ended(run)  # before the results are looked at: none comes later
         result = self.runs.of(run).result(facts.seq)
-        return result is None or is_saved_by(facts, result)
+        return not is_over if result is None else is_saved_by(facts, result)
 
     def base_folder(self, offer: DrivenOffer) -> Path:
         """A folder with the dictionary of an offer, for the process that samples from its base and
@@ -141,12 +142,12 @@ def visible_weights(
     request: Request, path: WeightsPath, *, writes: bool = False, as_client: Client | None = None
 ) -> tuple[RunFacts, SavedFacts]:
     """Saved weights with their run, if this client sees them. as_client: another one whose token a
-    request holds. Refusal (404).
+    request holds: its own weights alone, for who only reads sees no content. Refusal (404).
     """
     steps = steps_of(request)
     client = as_client or (writer_of(request) if writes else client_of(request))
     run = steps.sessions.run(path.run)
-    if run is None or not _may(client, run.owner, writes=writes):
+    if run is None or not _may(client, run.owner, writes=writes or as_client is not None):
         raise absent("saved weights", str(path))
     facts = steps.sessions.saved(path, lambda one: steps.has_saved(one, run))
     if facts is None:

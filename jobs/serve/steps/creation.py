@@ -28,7 +28,7 @@ from jobs.serve.steps.context import (
 )
 from jobs.serve.steps.experiments import ALPHA, DrivenOffer, driven_experiment
 from jobs.serve.steps.futures import API
-from jobs.serve.steps.names import MOST_CLIENTS, weights_path
+from jobs.serve.steps.names import MOST_CLIENTS, ClientId, weights_path
 from jobs.serve.steps.operations import Wrong, load_fields, load_into_run
 from jobs.serve.steps.sessions import RunFacts, refuse_finished
 from jobs.serve.tickets import Ticket, id_of_key
@@ -72,6 +72,9 @@ async def load_weights(request: Request) -> Response:
     if body.optimizer and body.optimizer_config is not None:
         text = "optimizer_config: the weights are loaded with their optimizer. Leave it out."
         raise Refusal(400, text, param="optimizer_config")
+    again = await run_in_threadpool(_begun_before, request, body)
+    if again is not None:
+        return PlainJSON(_future(again))
     other = client_of_token(request, body.weights_access_token)
     source, _ = await run_in_threadpool(
         visible_weights, request, weights_path(body.path), as_client=other
@@ -96,6 +99,19 @@ async def load_weights(request: Request) -> Response:
     most = offer.driven.log_bytes
     await steps.runs.append(facts, facts.shift, "load_state", fields, most_bytes=most)
     return PlainJSON(_future(facts))
+
+
+def _begun_before(request: Request, body: LoadWeights) -> RunFacts | None:
+    """The run that the same request has begun before: what it begins with may be gone by now. None
+    where there is none, or its first operations are not acknowledged.
+    """
+    steps = steps_of(request)
+    assert body.session_id is not None, "the body was checked"
+    assert body.model_seq_id is not None, "the body was checked"
+    facts = steps.sessions.run(ClientId(body.session_id, "train", body.model_seq_id))
+    if facts is None or facts.request_digest != digest_of(body):
+        return None
+    return facts if steps.runs.is_repeat(facts, facts.shift) else None
 
 
 def _future(facts: RunFacts) -> dict[str, Any]:

@@ -139,6 +139,8 @@ def _row(datum: Any, loss: str, place: str, max_tokens: int) -> DrivenRow:
             f"{place}: target_tokens: got the shape {list(target.shape)}, want [{len(tokens)}] or "
             f"[{len(tokens)}, K]: one for each token, or K of them."
         )
+    if not target.size:
+        raise DataError(f"{place}: target_tokens: got no target for a token, want one or more.")
     if loss == "cross_entropy" and "weights" not in inputs:
         inputs["weights"] = np.ones(target.shape, np.float32)
     for name, array in inputs.items():

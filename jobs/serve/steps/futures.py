@@ -83,6 +83,8 @@ def operation_answer(
         return {"type": "create_model", "model_id": str(facts.id)}
     if "metrics" in fields:
         return {"metrics": fields["metrics"]}
+    if result.work.get("kind") == "end":
+        return {"type": "unload_model", "model_id": str(facts.id)}
     return {"type": "load_weights", "model_id": str(facts.id)}
 
 

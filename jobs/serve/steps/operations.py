@@ -6,7 +6,9 @@ behind it run. Only what cannot be an operation at all is refused with a 4xx.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -28,8 +30,10 @@ from jobs.serve.steps.bodies import (
     SaveForSampler,
     SaveWeights,
 )
+from jobs.serve.steps.catalogue.checkpoints import expired, remove
 from jobs.serve.steps.context import (
     client_of_token,
+    digest_of,
     metadata_of,
     steps_of,
     visible_run,
@@ -40,24 +44,26 @@ from jobs.serve.steps.experiments import Driven
 from jobs.serve.steps.futures import API, PROTOBUF
 from jobs.serve.steps.names import MOST_CLIENTS, ClientId, WeightsKind, is_name, weights_path
 from jobs.serve.steps.sessions import (
+    LoadFacts,
     RunFacts,
     SamplerFacts,
     SavedFacts,
     later,
     refuse_finished,
 )
-from jobs.serve.steps.upkeep.usage import Demand, room_for
+from jobs.serve.steps.upkeep.usage import Demand, QuotaRoom, room_for
 from jobs.serve.uploads import refuse_on_full_disk
 from trainer.errors import DataError
 from trainer.operations.operation_log import Kind
 
 MOST_PARTS = 200_000  # of rows in one request: 1,024 rows have about 6,000
 MOST_TTL_S = 10 * 366 * 86400
-# The folder of what is saved, below the run folder, by what it is saved for.
+# The folder of what is saved, below the run folder, by what it is saved for. What is sampled from
+# never changes: a name that was deleted and is saved again has another folder.
 FOLDERS: Mapping[WeightsKind, str] = {
     "weights": "saved/{name}",
-    "sampler_weights": "sampler/named.{name}",
-    "external_weights": "sampler/external.{name}",
+    "sampler_weights": "sampler/named.{seq}.{name}",
+    "external_weights": "sampler/external.{seq}.{name}",
 }
 
 
@@ -80,15 +86,24 @@ async def forward_backward(request: Request) -> Response:
     facts = visible_run(request, message.model_id, writes=True)
     offer = steps_of(request).offer(facts.base_model)
     name: Kind = "forward" if message.forward_only else "forward_backward"
+    digest = functools.partial(_digest_of_message, message)
+    again = await _refused_before(request, facts, message.seq_id, name, digest)
+    if again is not None:
+        return again
     try:
         fields, payload, num_tokens = await run_in_threadpool(
             rows_operation, message, max_tokens=offer.driven.max_tokens
         )
     except DataError as error:
-        return await refuse(request, facts, message.seq_id, name, str(error))
+        return await refuse(request, facts, message.seq_id, name, str(error), digest)
     more = Demand(tokens=num_tokens, bytes=len(payload), seq=message.seq_id + facts.shift)
-    async with room_for(request, more, facts):
-        return await acknowledge(request, facts, message.seq_id, name, fields, payload)
+    async with room_for(request, more, facts) as room:
+        return await acknowledge(request, facts, message.seq_id, name, fields, payload, room=room)
+
+
+def _digest_of_message(message: Any) -> str:
+    """A digest that is the same for the same ForwardBackwardRequest."""
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _message_of(content: bytes) -> Any:
@@ -110,20 +125,26 @@ async def optim_step(request: Request) -> Response:
     body = await read_body(request, OptimStep, keeper_of(request).config)
     facts = visible_run(request, body.model_id, writes=True)
     values = body.adam_params or body.optim_params
+    digest = functools.partial(digest_of, body)
+    again = await _refused_before(request, facts, body.seq_id, "optim_step", digest)
+    if again is not None:
+        return again
     try:
+        if body.adam_params is not None and body.optim_params is not None:
+            raise Wrong("optim_params: adam_params is there, too. Send one of the two.")
         if body.optimizer_params is not None:
             kind = quote(body.optimizer_params.get("type"))
             raise Wrong(
                 f"optim_params: got {kind}, want AdamParams: no other optimizer steps here."
             )
-        params = AdamWish.model_validate(values or {}, strict=False)
+        params = AdamWish.model_validate(values or {})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
         text = f"adam_params.{place}: got {quote(first['input'])}. {first['msg']}."
-        return await refuse(request, facts, body.seq_id, "optim_step", text)
+        return await refuse(request, facts, body.seq_id, "optim_step", text, digest)
     except Wrong as error:
-        return await refuse(request, facts, body.seq_id, "optim_step", str(error))
+        return await refuse(request, facts, body.seq_id, "optim_step", str(error), digest)
     return await acknowledge(request, facts, body.seq_id, "optim_step", params.model_dump())
 
 
@@ -150,7 +171,8 @@ async def save_external(request: Request) -> Response:
     if body.age_encryption_recipients:
         text = "age_encryption_recipients: files are not encrypted here. Leave it out, or encrypt "
         text += "what you have downloaded."
-        return await refuse(request, facts, body.seq_id, "save_for_sampler", text)
+        digest = functools.partial(digest_of, body)
+        return await refuse(request, facts, body.seq_id, "save_for_sampler", text, digest)
     return await _save(request, facts, body, "external_weights", "save_for_sampler")
 
 
@@ -164,10 +186,14 @@ async def _save(
     """Write down what is to be saved, and the operation that saves it."""
     steps, seq = steps_of(request), body.seq_id
     refuse_finished(steps.sessions, facts.session)
+    digest = functools.partial(digest_of, body)
+    again = await _refused_before(request, facts, seq, operation, digest)
+    if again is not None:
+        return again
     try:
         saved = await run_in_threadpool(_to_save, request, facts, body, kind)
     except (Wrong, Refusal) as error:
-        return await refuse(request, facts, seq, operation, str(error))
+        return await refuse(request, facts, seq, operation, str(error), digest)
     await run_in_threadpool(refuse_on_full_disk, keeper_of(request), 0)
     async with room_for(request, Demand(seq=saved.seq), facts):
         await run_in_threadpool(steps.sessions.add_saved, facts.id, saved)
@@ -202,7 +228,7 @@ def _to_save(
         name, folder = f"session-{number}", f"sampler/session.{number}"
     else:
         name = f"{seq:06d}" if name is None else name
-        folder = FOLDERS[kind].format(name=name)
+        folder = FOLDERS[kind].format(name=name, seq=seq)
     may_replace = isinstance(body, SaveWeights) and body.overwrite
     before = steps.sessions.saved_by(facts.id, seq)
     if before is not None:
@@ -217,6 +243,9 @@ def _to_save(
     ttl_s = body.ttl_seconds
     if ttl_s is not None and not 3600 <= ttl_s <= MOST_TTL_S:
         raise Wrong(f"ttl_seconds: got {ttl_s}, want 3600 (an hour) to {MOST_TTL_S} (ten years).")
+    for run, other in expired(steps, [facts]):  # which the next sweep would remove
+        if (other.kind, other.name) == (kind, name):
+            remove(steps, run, other)
     for other in steps.sessions.all_saved(facts.id, lambda one: steps.may_be_saved(one, facts)):
         if (other.kind, other.name) == (kind, name) and not may_replace:
             text = f"{kind}/{name} was saved before. Give another name"
@@ -261,18 +290,46 @@ async def load_into_run(request: Request, body: LoadWeights) -> Response:
     assert body.model_id is not None, "the body was checked"
     assert body.seq_id is not None, "the body was checked"
     facts = visible_run(request, body.model_id, writes=True)
+    digest = functools.partial(digest_of, body)
+    again = await _refused_before(request, facts, body.seq_id, "load_state", digest)
+    if again is not None:
+        return again
     try:
         if body.optimizer_config is not None:
             raise Wrong("optimizer_config: the run has its optimizer already. Leave it out.")
-        fields = await run_in_threadpool(load_fields, request, facts, body)
+        fields = await run_in_threadpool(_load, request, facts, body)
     except (Wrong, Refusal) as error:
-        return await refuse(request, facts, body.seq_id, "load_state", str(error))
+        return await refuse(request, facts, body.seq_id, "load_state", str(error), digest)
     return await acknowledge(request, facts, body.seq_id, "load_state", fields)
 
 
+def _load(request: Request, facts: RunFacts, body: LoadWeights) -> dict[str, Any]:
+    """The fields of an operation that loads saved weights into a run, which are noted. As they
+    were, where the request is repeated: the state may be gone by now, or be another one of this
+    name. Wrong, Refusal.
+    """
+    assert body.seq_id is not None, "the body was checked"
+    steps, seq = steps_of(request), body.seq_id + facts.shift
+    if steps.runs.is_repeat(facts, seq):
+        before = steps.sessions.loaded_by(facts.id, seq)
+        if before is None or (before.path, before.with_optimizer) != (body.path, body.optimizer):
+            return load_fields(request, facts, body)
+        return before.fields
+    fields = load_fields(request, facts, body)
+    load = LoadFacts(
+        run=str(facts.id),
+        seq=seq,
+        path=body.path,
+        with_optimizer=body.optimizer,
+        fields=fields,
+    )
+    steps.sessions.add_load(facts.id, load)
+    return fields
+
+
 def load_fields(request: Request, facts: RunFacts, body: LoadWeights) -> dict[str, Any]:
-    """The fields of an operation that loads saved weights. Refusal (404) for what is not there;
-    Wrong for weights of another base or rank.
+    """The fields of an operation that loads saved weights into a run of these facts. Refusal (404)
+    for what is not there; Wrong for weights of another base or rank.
     """
     path = weights_path(body.path)
     other = client_of_token(request, body.weights_access_token)
@@ -304,11 +361,11 @@ def _place(request: Request, source: RunFacts, saved: SavedFacts) -> dict[str, A
     if result is not None:
         place = steps.runs.folder(source) / str(result.fields["folder"])
         return {"folder": str(place), "sha256": result.fields.get("sha256")}
-    inner = sorted(steps.folder_of(source, saved).glob("step-*"))
+    inner = list(steps.folder_of(source, saved).glob("step-*"))
     if not inner:
         text = f"path: the state {saved.name} of {saved.run} is not there any more."
         raise Wrong(f"{text} Load another.")
-    return {"folder": str(inner[-1])}
+    return {"folder": str(max(inner, key=lambda one: int(one.name.removeprefix("step-"))))}
 
 
 async def get_info(request: Request) -> Response:
@@ -356,8 +413,12 @@ async def acknowledge(
     kind: Kind,
     fields: Mapping[str, Any],
     payload: bytes = b"",
+    *,
+    room: QuotaRoom | None = None,
 ) -> Response:
-    """Write an operation durably, and answer with its future. seq: the client's number."""
+    """Write an operation durably, and answer with its future. seq: the client's number; room: what
+    it uses, which one that was sent before does not.
+    """
     steps = steps_of(request)
     refuse_finished(steps.sessions, facts.session)
     # a client that was started again beats in a session of its own
@@ -366,16 +427,33 @@ async def acknowledge(
         await run_in_threadpool(refuse_on_full_disk, keeper_of(request), len(payload))
     driven = steps.offer(facts.base_model).driven
     number = seq + facts.shift
-    await steps.runs.append(facts, number, kind, fields, payload, most_bytes=driven.log_bytes)
+    most = driven.log_bytes
+    _, is_first = await steps.runs.append(facts, number, kind, fields, payload, most_bytes=most)
+    if room is not None:
+        room.is_needed = is_first
     return PlainJSON(_future(facts, seq))
 
 
-async def refuse(request: Request, facts: RunFacts, seq: int, kind: Kind, text: str) -> Response:
+async def refuse(
+    request: Request, facts: RunFacts, seq: int, kind: Kind, text: str, digest: Callable[[], str]
+) -> Response:
     """Write down durably that an operation was refused, so that its number is used; its future says
-    why.
+    why. digest: of the request.
     """
-    fields = {"of": kind, "error": text, "category": "user"}
+    sent = await run_in_threadpool(digest)
+    fields = {"of": kind, "error": text, "category": "user", "request": sent}
     return await acknowledge(request, facts, seq, "refused", fields)
+
+
+async def _refused_before(
+    request: Request, facts: RunFacts, seq: int, kind: Kind, digest: Callable[[], str]
+) -> Response | None:
+    """The future of an operation that was refused when it was sent first: what it was refused for
+    may be over by now, and it is the same operation. None for any other.
+    """
+    runs = steps_of(request).runs
+    text = await run_in_threadpool(runs.refusal_of, facts, seq + facts.shift)
+    return None if text is None else await refuse(request, facts, seq, kind, text, digest)
 
 
 def _future(facts: RunFacts, seq: int) -> dict[str, Any]:

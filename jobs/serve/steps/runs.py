@@ -162,10 +162,10 @@ class DrivenRuns:
         payload: bytes = b"",
         *,
         most_bytes: int,
-    ) -> Operation:
-        """Write an operation durably, after the one before it. Refusal: 409 for another content
-        under a number that was used, or when the operation before did not come; 507 when the log
-        has no room.
+    ) -> tuple[Operation, bool]:
+        """Write an operation durably, after the one before it; whether it was sent for the first
+        time. Refusal: 409 for another content under a number that was used, or when the operation
+        before did not come; 507 when the log has no room.
 
         seq: the number in the log. most_bytes: of the log.
         """
@@ -175,7 +175,8 @@ class DrivenRuns:
             writer = await run_in_threadpool(run.writer)
             async with run.turn:
                 await self._await_turn(run, writer, seq)
-                if seq > writer.last_seq:
+                is_first = seq > writer.last_seq
+                if is_first:
                     await run_in_threadpool(_make_room, run, writer, len(payload), most_bytes)
                 try:
                     operation = await run_in_threadpool(writer.append, kind, seq, fields, payload)
@@ -186,7 +187,7 @@ class DrivenRuns:
         finally:
             run.users -= 1
         await run_in_threadpool(self._wake, facts)
-        return operation
+        return operation, is_first
 
     def _wake(self, facts: RunFacts) -> None:
         """Let the keeper look at a run at once that does not run now."""
@@ -212,6 +213,19 @@ class DrivenRuns:
         """Whether an operation was acknowledged before."""
         return seq <= self.of(facts).writer().last_seq
 
+    def refusal_of(self, facts: RunFacts, seq: int) -> str | None:
+        """What an operation was refused for that was acknowledged before; None for any other."""
+        run = self.of(facts)
+        if seq > run.writer().last_seq:
+            return None
+        result = run.result(seq)
+        if result is not None:
+            return result.error if result.work.get("kind") == "refused" else None
+        operation = next(run.writer().read(seq - 1), None)  # without a result it was not dropped
+        if operation is None or operation.kind != "refused":
+            return None
+        return str(operation.fields["error"])
+
     async def end(self, facts: RunFacts, *, most_bytes: int) -> int:
         """Write the last operation of a run, if it has none yet; its number in the log."""
         run = self.of(facts)
@@ -219,7 +233,8 @@ class DrivenRuns:
         last = await run_in_threadpool(_last, writer)
         if last is not None and last.kind == "end":
             return last.seq
-        operation = await self.append(facts, writer.last_seq + 1, "end", {}, most_bytes=most_bytes)
+        seq = writer.last_seq + 1
+        operation, _ = await self.append(facts, seq, "end", {}, most_bytes=most_bytes)
         return operation.seq
 
     async def result(self, facts: RunFacts, seq: int, *, within_s: float) -> OperationResult | None:
@@ -261,6 +276,11 @@ class DrivenRuns:
         if seq > last:
             raise absent("request", f"{run.facts.id}:{seq - run.facts.shift}")
 
+    def has_ended(self, facts: RunFacts) -> bool:
+        """Whether the job of a run has ended for good."""
+        job = None if facts.job is None else self.keeper.index.job(facts.job)
+        return job is not None and job["status"] in FINAL
+
     def _end_of(self, facts: RunFacts, seq: int) -> OperationResult | None:
         """What an operation gives whose run has ended for good before it was its turn."""
         job = None if facts.job is None else self.keeper.index.job(facts.job)
@@ -271,6 +291,7 @@ class DrivenRuns:
             return result
         trouble: dict[str, Any] = job["error"] or {}
         error = trouble.get("message") or f"it has {job['status']}"
+        error = error.rstrip(".")
         text = f"The run has ended: {error}. Begin another one with weights that it has saved."
         fields = {"error": text, "category": "server"}
         return OperationResult(seq, fields, b"", time.time(), "")

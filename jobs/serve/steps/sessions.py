@@ -8,6 +8,7 @@
     sample-<n>.json         the n-th sampler: which weights it samples from
     sample-<n>/             its requests and their results (sampling/)
     saved-<n>-<seq>.json    weights that operation <seq> of run n saves; -ttl and -deleted beside it
+    load-<n>-<seq>.json     saved weights that operation <seq> of run n loads
     copies/<n>/             weights that were copied here from another run
 
 A file that is there says that the request was acknowledged. A repeated request finds it, so that
@@ -128,6 +129,18 @@ class SavedFacts(Strict):
     user_metadata: dict[str, Any] | None = None
 
 
+class LoadFacts(Strict):
+    """What an operation of a run loads, as it was when it was sent. path: as its client named it;
+    fields: of the operation.
+    """
+
+    run: str
+    seq: int  # of the log
+    path: str
+    with_optimizer: bool
+    fields: dict[str, Any]
+
+
 class ExpiryFacts(Strict):
     """When saved weights expire, as it was set later."""
 
@@ -159,13 +172,13 @@ def _readable(path: Path, kind: type[R]) -> R | None:
     try:
         return _read(path, kind)
     except Exception as error:  # of any kind
-        _warn_once(path, str(error))
+        warn_once(path, str(error))
         return None
 
 
 @lru_cache(maxsize=1000)
-def _warn_once(path: Path, text: str) -> None:
-    """Tell of a file that is passed over: lists meet it again and again."""
+def warn_once(path: Path, text: str) -> None:
+    """Tell of a file or a folder that is passed over: lists meet it again and again."""
     log.warning("%s is passed over: %s", path, text)
 
 
@@ -343,7 +356,7 @@ class Sessions:
         except FileNotFoundError:
             return []
         except OSError as error:  # nobody's folder: it hides no other
-            _warn_once(folder, str(error))
+            warn_once(folder, str(error))
             return []
 
     # Saved weights
@@ -355,6 +368,19 @@ class Sessions:
         if self.saved_by(run, facts.seq) != facts:
             write_json(self._saved(run, facts.seq), facts.model_dump(mode="json"))
             _constant.cache_clear()
+
+    def add_load(self, run: ClientId, facts: LoadFacts) -> None:
+        """Write durably what an operation is about to load, in the place of what was to be loaded
+        by one that never came.
+        """
+        write_json(self._load(run, facts.seq), facts.model_dump(mode="json"))
+
+    def loaded_by(self, run: ClientId, seq: int) -> LoadFacts | None:
+        """What an operation was to load; None for one that loads nothing."""
+        return read_model(self._load(run, seq), LoadFacts)
+
+    def _load(self, run: ClientId, seq: int) -> Path:
+        return self.folder(run.session) / f"load-{run.number}-{seq}.json"
 
     def saved_by(self, run: ClientId, seq: int) -> SavedFacts | None:
         """What an operation was to save, whatever became of it; None for one that saves nothing."""

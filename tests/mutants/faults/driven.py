@@ -69,6 +69,13 @@ FAULTS = [
         tests=_PAST,
     ),
     Fault(
+        "trainer/driven/account.py",
+        "        self.model.tell()\n",
+        "",
+        why="no step of a driven run stands in its metrics",
+        tests=f"{_PAST} -k line_finds_no_room",
+    ),
+    Fault(
         "trainer/launch/driving/runs.py",
         'newest.work.get("kind") == "end"',
         'newest.work.get("kind") == "ended"',

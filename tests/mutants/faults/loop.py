@@ -135,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "lr = session.cfg.optim.lr * factor * progress.plateau.factor",
-        "lr = session.cfg.optim.lr * factor",
+        "return cfg.optim.lr * factor * progress.plateau.factor",
+        "return cfg.optim.lr * factor",
         why="reduce_on_plateau never reaches the optimizer: the log shows a rate that was not used",
         tests=FIT,
     ),

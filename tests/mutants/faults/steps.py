@@ -6,7 +6,38 @@ from tests.mutants.fault import Fault
 
 STEPS = "tests/serve/test_steps_dialect.py"
 SAMPLES = "tests/unit/test_samples_as_tokens.py"
+AGAIN = "tests/serve/test_steps_again.py"
+NAMES = "tests/serve/test_steps_names.py"
+DISK = "tests/serve/test_steps_disk.py"
 FAULTS = [
+    Fault(
+        "jobs/serve/steps/operations.py",
+        "        return before.fields\n",
+        "        return load_fields(request, facts, body)\n",
+        why="a loop that is sent again fails at a load whose state was overwritten since",
+        tests=f"{AGAIN} -k load_that_is_sent_again",
+    ),
+    Fault(
+        "jobs/serve/steps/catalogue/checkpoints.py",
+        "for facts in over if steps.has_saved(facts, run)]",
+        "for facts in over]",
+        why="an hour of a state that is still to be saved deletes the one before it",
+        tests=f"{NAMES} -k hour_that_is_over",
+    ),
+    Fault(
+        "jobs/serve/steps/operations.py",
+        "sampler/named.{seq}.{name}",
+        "sampler/named.{name}",
+        why="a sampler samples from weights that were saved later by the same name",
+        tests=f"{NAMES} -k never_samples_from_other",
+    ),
+    Fault(
+        "jobs/serve/steps/upkeep/driven_jobs.py",
+        "        if last >= 0:",
+        "        if last >= -1:",
+        why="a new file that a full disk left empty hides all operations that wait",
+        tests=f"{DISK} -k hides_no_operation",
+    ),
     Fault(
         "jobs/serve/steps/runs.py",
         "while seq > writer.last_seq + 1:",

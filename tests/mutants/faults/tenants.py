@@ -4,12 +4,28 @@ from tests.mutants.fault import Fault
 
 ISOLATION = "tests/serve/test_steps_isolation.py"
 ATTACKS = "tests/serve/test_steps_attacks.py"
+AGAIN = "tests/serve/test_steps_again.py"
+NAMES = "tests/serve/test_steps_names.py"
 RUNS = "tests/serve/test_driven_runs.py"
 
 FAULTS = [
     Fault(
+        "jobs/serve/steps/operations.py",
+        "        room.is_needed = is_first\n",
+        "        pass\n",
+        why="rows that come twice at once count twice",
+        tests=f"{AGAIN} -k come_twice_at_once",
+    ),
+    Fault(
         "jobs/serve/steps/context.py",
-        "    if run is None or not _may(client, run.owner, writes=writes):\n",
+        "writes=writes or as_client is not None)",
+        "writes=writes)",
+        why="a token that only reads opens all weights to another one",
+        tests=f"{NAMES} -k only_reads",
+    ),
+    Fault(
+        "jobs/serve/steps/context.py",
+        "    if run is None or not _may(client, run.owner, writes=writes or as_client is not None):\n",
         "    if run is None:\n",
         why="weights of another token are loaded, copied and downloaded",
         tests=ISOLATION,
@@ -25,8 +41,8 @@ FAULTS = [
         "jobs/serve/steps/upkeep/usage.py",
         "and steps.runs.is_repeat(facts, seq):",
         "and seq < 0:",
-        why="an operation that is sent again counts twice",
-        tests=ATTACKS,
+        why="an operation that is sent again is refused where the quota is used up",
+        tests=f"{AGAIN} -k come_twice_at_once",
     ),
     Fault(
         "jobs/serve/steps/upkeep/usage.py",

@@ -4,10 +4,12 @@ of new weights every few seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer import tasks
 from trainer.commands.texts.samples import sample
@@ -49,6 +51,8 @@ class ExchangedWeights:
                 yield {"of": number, "error": str(error), "param": error.param}
             except LatheError as error:
                 yield {"of": number, "error": str(error)}
+            except torch.OutOfMemoryError:  # the next question may be one of somebody else
+                yield {"of": number, "error": _too_large(one["sample"]), "param": "num_samples"}
 
     def _with(self, weights: str) -> OpenExport:
         """The model with some weights."""
@@ -77,6 +81,15 @@ class ExchangedWeights:
         adapters.check_base(folder, base_source.fingerprint(cfg.base, places))
         adapters.load(now.model.get_submodule(now.task.base_name), folder)
         check_weights(now.model, cfg, folder, places)
+
+
+def _too_large(one: Mapping[str, Any]) -> str:
+    """What is told of a question for which the device has no memory."""
+    return (
+        f"num_samples={one['num_samples']} of {one['max_tokens']} tokens behind a prompt of "
+        f"{len(one['prompt'])} do not fit into the memory of the device. Ask for fewer samples or "
+        "tokens at once."
+    )
 
 
 def _are_alike(one: Path, other: Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.commands.texts.wishes import WrongWish
-from trainer.models.generation.sampling import LEAST_TEMPERATURE, draw
+from trainer.models.generation.sampling import chances_of, draw
 from trainer.models.generation.texts import GrowingText, chance_of, grown
 from trainer.tasks.generated import text_of
 
@@ -74,7 +74,7 @@ def sample(task: Any, base: Any, one: Mapping[str, Any]) -> dict[str, Any]:
     one: {"prompt": ids, "num_samples", "max_tokens", "temperature", "top_k", "top_p", "seed",
     "stop_tokens": ids or None for the model's own ends, "stops": texts, "topk"} and of the prompt
     {"has_logprobs", "first": the first place that is scored, "topk_prompt", "targets": [[place,
-    token]], "alternatives": K}. WrongWish.
+    token]], "alternatives": K}. WrongWish; DivergedError where the model gives no numbers.
     """
     prompt: list[int] = one["prompt"]
     size = base.get_input_embeddings().weight.shape[0]
@@ -161,7 +161,7 @@ def _alternatives(
     if not temperature:
         tokens = [int(logits_V.argmax())] * width
     else:
-        chances_V = (logits_V / max(temperature, LEAST_TEMPERATURE)).softmax(-1)
+        chances_V = chances_of(logits_V, temperature)
         draws = torch.multinomial(chances_V, width, replacement=True, generator=chance)
         tokens = draws.tolist()
     return [(token, float(logprobs_V[token])) for token in tokens]

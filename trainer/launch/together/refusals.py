@@ -84,9 +84,9 @@ def _of_run(plan: RunPlan) -> Iterator[str]:
             yield f"got {key}, want none: it needs a model of its own"
     if stage == 3:
         yield "got ZeRO-3, want stage 0, 1 or 2: the base is whole on every rank"
-    sharing = plan.sharding.sharing
-    if sharing > 1:
-        yield f"got sequence_parallel_size={sharing}, want it left out: a rank reads whole rows"
+    if plan.sharding.sharing > 1:
+        size = plan.sharding.sharing
+        yield f"got sequence_parallel_size={size}, want ranks with rows of their own"
 
 
 def _of_adapters(cfg: Experiment) -> Iterator[str]:

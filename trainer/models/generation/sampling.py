@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from trainer.errors import DivergedError
 from trainer.models.generation.grammar import Grammar
 
 # Lower ones choose as this one does; their quotients would leave the numbers of 32 bits.
@@ -45,9 +46,24 @@ class Adjustment:
         return changed_V
 
 
-def draw(logits_V: Tensor, *, temperature: float, top_p: float, chance: torch.Generator) -> int:
-    """A token that is drawn by (V,) logits, from the likeliest ones that top_p leaves."""
+def chances_of(logits_V: Tensor, temperature: float) -> Tensor:
+    """(V,) fp32 on the CPU: how likely each token is to be drawn. DivergedError for logits by which
+    none can be.
+    """
     chances_V = (logits_V.float().cpu() / max(temperature, LEAST_TEMPERATURE)).softmax(-1)
+    if chances_V.isnan().any():
+        raise DivergedError(
+            "no token can be drawn: the model computes NaN or infinite numbers for this prompt. "
+            "Its weights have grown beyond all bounds. Use those of an earlier step."
+        )
+    return chances_V
+
+
+def draw(logits_V: Tensor, *, temperature: float, top_p: float, chance: torch.Generator) -> int:
+    """A token that is drawn by (V,) logits, from the likeliest ones that top_p leaves.
+    DivergedError as `chances_of`.
+    """
+    chances_V = chances_of(logits_V, temperature)
     if top_p < 1:
         ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)
         # a token stays if those before it do not have the share yet; the likeliest always does

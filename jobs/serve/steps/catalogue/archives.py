@@ -89,10 +89,18 @@ def _archive(steps: Steps, run: RunFacts, facts: SavedFacts) -> Path:
     refuse_on_full_disk(steps.keeper, size_of(folder))
     with refusals(steps.sessions.root):
         descriptor, name = tempfile.mkstemp(prefix=".archive-", dir=steps.sessions.root)
-        with os.fdopen(descriptor, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-            for file in sorted(one for one in folder.rglob("*") if one.is_file()):
-                tar.add(file, arcname=file.relative_to(folder).as_posix(), recursive=False)
+        try:
+            _write_archive(descriptor, folder)
+        except BaseException:  # a full disk has room again at once
+            os.unlink(name)
+            raise
     return Path(name)
+
+
+def _write_archive(descriptor: int, folder: Path) -> None:
+    with os.fdopen(descriptor, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        for file in sorted(one for one in folder.rglob("*") if one.is_file()):
+            tar.add(file, arcname=file.relative_to(folder).as_posix(), recursive=False)
 
 
 def _any_weights(steps: Steps, path: WeightsPath) -> tuple[RunFacts, SavedFacts]:

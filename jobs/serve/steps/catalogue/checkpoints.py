@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ from jobs.serve.steps.context import (
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import (
     KIND_OF_CHECKPOINT,
+    MOST_CLIENTS,
     SESSION,
+    ClientId,
     WeightsPath,
     checkpoint_path,
     weights_path,
@@ -51,10 +54,12 @@ from jobs.serve.steps.sessions import (
     SessionFacts,
     later,
     refuse_finished,
+    warn_once,
 )
 from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.tickets import id_of_key, new_id
 from jobs.serve.uploads import refuse_on_full_disk
+from trainer.errors import CheckpointError
 from trainer.files.atomic import refusals
 
 MOST_LISTED = 1000  # in one answer
@@ -70,7 +75,7 @@ def list_all(request: Request) -> Response:
     """The saved weights of all runs of a client, the newest first."""
     steps, (limit, offset) = steps_of(request), page_of(request, usual=100)
     runs = runs_of_client(request)
-    every = [one for run in runs for one in checkpoints_of(steps, run)]
+    every = [one for run in runs for one in readable_checkpoints_of(steps, run) or ()]
     every.sort(key=lambda one: one["time"], reverse=True)
     cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
     return PlainJSON({"checkpoints": every[offset : offset + limit], "cursor": cursor})
@@ -101,6 +106,17 @@ def checkpoints_of(steps: Steps, run: RunFacts) -> list[dict[str, Any]]:
     return [checkpoint(steps, run, facts) for facts in every]
 
 
+def readable_checkpoints_of(steps: Steps, run: RunFacts) -> list[dict[str, Any]] | None:
+    """The same for a list of many runs; None for a run whose results were altered: it hides no
+    other.
+    """
+    try:
+        return checkpoints_of(steps, run)
+    except CheckpointError as error:
+        warn_once(steps.runs.folder(run), str(error))
+        return None
+
+
 def checkpoint(steps: Steps, run: RunFacts, facts: SavedFacts) -> dict[str, Any]:
     """Saved weights in the format of the SDK. Source: `Checkpoint` of tinker 0.38.0."""
     path = WeightsPath(run.id, facts.kind, facts.name)
@@ -125,10 +141,12 @@ def texts_of(values: dict[str, Any] | None) -> dict[str, str] | None:
 
 def size_of(folder: Path) -> int:
     """The bytes of all files below a folder."""
-    sizes: list[int] = []
+    size = 0
     for place, _, names in os.walk(folder):
-        sizes += [os.lstat(os.path.join(place, name)).st_size for name in names]
-    return sum(sizes)
+        for name in names:
+            with suppress(FileNotFoundError):  # it was saved again meanwhile, or deleted
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size
 
 
 def _named(request: Request, *, writes: bool) -> tuple[RunFacts, SavedFacts]:
@@ -140,7 +158,11 @@ def _named(request: Request, *, writes: bool) -> tuple[RunFacts, SavedFacts]:
 def delete(request: Request) -> Response:
     """Delete saved weights: they are listed no more, and their bytes are freed."""
     run, facts = _named(request, writes=True)
-    remove(steps_of(request), run, facts)
+    steps, path = steps_of(request), WeightsPath(run.id, facts.kind, facts.name)
+    if steps.sessions.saved(path, lambda one: steps.may_be_saved(one, run)) != facts:
+        text = f"{facts.kind}/{facts.name} is being saved again. Delete it when that is done."
+        raise Refusal(409, text, code="being_saved", retry_after_s=5)
+    remove(steps, run, facts)
     return Response(status_code=204)
 
 
@@ -190,17 +212,24 @@ async def copy_weights(request: Request) -> Response:
 
 def _copy(request: Request, body: CopyWeights, other: Any) -> WeightsPath:
     steps, client = steps_of(request), writer_of(request)
-    source, saved = visible_weights(request, weights_path(body.source_path), as_client=other)
+    number = body.model_seq_id if body.model_seq_id is not None else 0
+    if number >= MOST_CLIENTS:
+        text = f"model_seq_id: got {number}, want less than {MOST_CLIENTS}."
+        raise Refusal(400, text, param="model_seq_id")
     key = request.headers.get("x-idempotency-key", "")
     if body.session_id is not None:
         session = visible_session(request, body.session_id, writes=True).id
         refuse_finished(steps.sessions, session)
     else:
         session = id_of_key(client.name, f"copy {key[:256]}", SESSION) if key else new_id(SESSION)
+    path = _copied_before(steps, ClientId(session, "train", number), body)
+    if path is not None:
+        return path
+    source, saved = visible_weights(request, weights_path(body.source_path), as_client=other)
+    if body.session_id is None:
         steps.sessions.create(
             SessionFacts(id=session, created_at=now(), owner=client.name, sdk_version="")
         )
-    number = body.model_seq_id if body.model_seq_id is not None else 0
     update = {
         "session": session,
         "number": number,
@@ -231,6 +260,15 @@ def _copy(request: Request, body: CopyWeights, other: Any) -> WeightsPath:
     return WeightsPath(run.id, saved.kind, saved.name)
 
 
+def _copied_before(steps: Steps, name: ClientId, body: CopyWeights) -> WeightsPath | None:
+    """Where the same request has copied weights before, which may be gone by now; else None."""
+    run = steps.sessions.run(name)
+    saved = None if run is None else steps.sessions.saved_by(name, 0)
+    if run is None or saved is None or run.request_digest != digest_of(body):
+        return None
+    return WeightsPath(name, saved.kind, saved.name)
+
+
 def _link(source: Path, target: Path) -> None:
     """Copy a folder by links to its files, which nobody changes: no bytes are doubled."""
     if target.is_dir():
@@ -249,10 +287,23 @@ def _link(source: Path, target: Path) -> None:
 def expired(steps: Steps, runs: Iterable[RunFacts]) -> Iterable[tuple[RunFacts, SavedFacts]]:
     """The saved weights of runs whose time is over."""
     for run in runs:
-        for facts in steps.sessions.all_saved(run.id, lambda _: True, has_expired=True):
-            at = steps.sessions.expires_at(run.id, facts)
-            if at is not None and seconds(at) <= datetime.now(timezone.utc).timestamp():
-                yield run, facts
+        try:
+            every = _expired(steps, run)
+        except CheckpointError as error:  # its results were altered: it keeps no other
+            warn_once(steps.runs.folder(run), str(error))
+            continue
+        yield from ((run, facts) for facts in every)
+
+
+def _expired(steps: Steps, run: RunFacts) -> list[SavedFacts]:
+    # one that is still to be saved, with the same name and folder, keeps the one before it
+    every = steps.sessions.all_saved(
+        run.id, lambda one: steps.may_be_saved(one, run), has_expired=True
+    )
+    now_s = datetime.now(timezone.utc).timestamp()
+    timed = [(facts, steps.sessions.expires_at(run.id, facts)) for facts in every]
+    over = [facts for facts, at in timed if at is not None and seconds(at) <= now_s]
+    return [facts for facts in over if steps.has_saved(facts, run)]
 
 
 CHECKPOINTS = f"{API}/training_runs/{{run}}/checkpoints"

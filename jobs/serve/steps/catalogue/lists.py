@@ -15,8 +15,8 @@ from starlette.routing import Route
 from jobs.serve.requests import PlainJSON, Refusal, client_of, keeper_of, read_body
 from jobs.serve.steps.bodies import SearchSessions, StatusQuery
 from jobs.serve.steps.catalogue.checkpoints import (
-    checkpoints_of,
     page_of,
+    readable_checkpoints_of,
     runs_of_client,
     texts_of,
 )
@@ -51,7 +51,8 @@ def list_runs(request: Request) -> Response:
 def run_object(request: Request, run: RunFacts) -> dict[str, Any]:
     """A run in the format of the SDK. Source: `TrainingRun` of tinker 0.38.0."""
     steps = steps_of(request)
-    saved = sorted(checkpoints_of(steps, run), key=lambda one: one["time"])
+    readable = readable_checkpoints_of(steps, run)
+    saved = sorted(readable or (), key=lambda one: one["time"])
     states = [one for one in saved if one["checkpoint_type"] == "training"]
     of_samplers = [one for one in saved if one["checkpoint_type"] == "sampler"]
     job = None if run.job is None else keeper_of(request).index.job(run.job)
@@ -60,7 +61,7 @@ def run_object(request: Request, run: RunFacts) -> dict[str, Any]:
         "base_model": run.base_model,
         "model_owner": run.owner,
         "is_lora": True,
-        "corrupted": job is not None and job["status"] == "failed",
+        "corrupted": readable is None or (job is not None and job["status"] == "failed"),
         "lora_rank": run.rank,
         "last_request_time": _last_request(steps, run),
         "last_checkpoint": states[-1] if states else None,
@@ -178,7 +179,8 @@ def _status(end: FinishFacts | None, *, is_alive: bool) -> dict[str, Any] | None
 def _summary(steps: Steps, session: SessionFacts) -> dict[str, Any]:
     """A session in the format of a search. Source: `SessionSummary` of tinker 0.38.0."""
     sessions = steps.sessions
-    saved = [one for run in sessions.runs(session.id) for one in checkpoints_of(steps, run)]
+    runs = sessions.runs(session.id)
+    saved = [one for run in runs for one in readable_checkpoints_of(steps, run) or ()]
     end, is_alive = sessions.finished(session.id), sessions.is_alive(session.id)
     return {
         "session_id": session.id,

@@ -102,6 +102,8 @@ class SampleQueues:
         if seq not in queue.log.answers:
             return None
         record = await run_in_threadpool(queue.log.answer, seq)
+        if seq not in queue.log.answers:  # it is asked again
+            return None
         if record is None:  # SDK: the request is sent again, with a number of its own
             raise Refusal(410, f"The answer of {facts.id}:{seq} is kept no more. Ask again.")
         error: Any = record[0].get("error")
@@ -261,11 +263,19 @@ class SampleQueues:
 
     async def _weights(self, facts: SamplerFacts) -> str:
         """The folder of a sampler's weights, once they are saved; "" for the base. Refusal."""
-        assert self.steps is not None, "the parts of the dialect are joined"
         if facts.folder is None:
             return ""
+        folder = await self._saved_folder(facts, facts.folder)
+        if not await run_in_threadpool(Path(folder).is_dir):
+            text = f"The weights of {facts.id} were deleted. Begin another sampler."
+            raise Refusal(410, text, code="weights_deleted")
+        return folder
+
+    async def _saved_folder(self, facts: SamplerFacts, folder: str) -> str:
+        """The whole path of a sampler's weights, once the operation that saves them is done."""
+        assert self.steps is not None, "the parts of the dialect are joined"
         if facts.of_run is None or facts.of_operation is None:
-            return facts.folder  # a copy
+            return folder  # a copy
         run = self.steps.sessions.run_by_name(facts.of_run)
         if run is None:
             raise Refusal(404, f"The run {facts.of_run} is not there any more.")
@@ -274,4 +284,4 @@ class SampleQueues:
             raise Refusal(503, f"The weights of {facts.id} were not saved within {GIVE_UP_S} s.")
         if result.error is not None:
             raise Refusal(400, f"The weights of {facts.id} were not saved: {result.error}")
-        return str(self.steps.runs.folder(run) / facts.folder)
+        return str(self.steps.runs.folder(run) / folder)

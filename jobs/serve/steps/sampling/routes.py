@@ -17,7 +17,7 @@ from jobs.serve.steps.context import (
     visible_weights,
 )
 from jobs.serve.steps.futures import API
-from jobs.serve.steps.names import MOST_CLIENTS, weights_path
+from jobs.serve.steps.names import MOST_CLIENTS, ClientId, weights_path
 from jobs.serve.steps.sessions import SamplerFacts, SessionFacts, refuse_finished
 from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.uploads import refuse_on_full_disk
@@ -40,6 +40,9 @@ def _sampler(request: Request, body: CreateSampler, session: SessionFacts) -> Sa
     if number >= MOST_CLIENTS:
         text = f"sampling_session_seq_id: got {number}, want less than {MOST_CLIENTS}."
         raise Refusal(400, text)
+    before = steps.sessions.sampler(ClientId(session.id, "sample", number))
+    if before is not None:  # its weights may be gone by now
+        return _same(before, body)
     facts = SamplerFacts(
         session=session.id,
         number=number,
@@ -66,11 +69,17 @@ def _sampler(request: Request, body: CreateSampler, session: SessionFacts) -> Sa
         }
         facts = facts.model_copy(update=update)
     steps.offer(facts.base_model)
-    before = steps.sessions.add_sampler(facts)
-    if (before.base_model, before.model_path) != (facts.base_model, facts.model_path):
+    return _same(steps.sessions.add_sampler(facts), body)
+
+
+def _same(facts: SamplerFacts, body: CreateSampler) -> SamplerFacts:
+    """A sampler that is there, if it is that of a request. Refusal (409)."""
+    is_of_save = facts.model_path is None and facts.of_run is not None
+    is_other = facts.model_path != body.model_path or is_of_save
+    if is_other or body.base_model not in (None, facts.base_model):
         text = f"{facts.id} was made of another request. Use the next sampling_session_seq_id."
         raise Refusal(409, text, code="idempotency_error")
-    return before
+    return facts
 
 
 async def join_sampler(request: Request) -> Response:

@@ -51,6 +51,9 @@ class SampleLog:
             self.close()
             text = "Another server answers this sampler. Ask again."
             raise Refusal(503, text, code="overloaded", retry_after_s=2) from None
+        except BaseException:  # the disk may take it the next time
+            self.close()
+            raise
 
     def _read(self, stem: str, files: RecordFiles) -> RecordPlace:
         end = RecordPlace((files.segments() or [1])[-1], 0)
@@ -114,8 +117,11 @@ class SampleLog:
             self.order.append(Completion(seq, size, "error" in fields))
 
     def answer(self, seq: int) -> tuple[dict[str, Any], bytes] | None:
-        """The fields and the bytes of an answer; None when they are kept no more."""
-        record = self._files["answers"].read(self.answers[seq])
+        """The fields and the bytes of an answer; None when they are kept no more, or it is being
+        asked again.
+        """
+        place = self.answers.get(seq)
+        record = place and self._files["answers"].read(place)
         return None if record is None else (record.header["fields"], record.payload)
 
     def forget(self, numbers: Collection[int]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from jobs.record.times import now
 from jobs.serve.job_view import FAILED
 from jobs.serve.steps.upkeep.hosts import host_for, is_shared
 from jobs.serve.tickets import Checked
-from trainer.files.atomic import create_json
+from trainer.errors import StorageError
+from trainer.files.atomic import create_json, read_json
 from trainer.operations.operation_log import FOLDER, LOG
 from trainer.operations.records import RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS, OperationResults
@@ -62,26 +64,33 @@ class DrivenJobs:
         with self._placing:
             yield host_for(keeper, ticket)
 
-    def rest(self, base: BaseFolder, row: Row) -> str | None:
-        """None when a run goes on; "" while it is put aside, for the next operation wakes it; or
-        why it does not go on.
+    def rest(self, base: BaseFolder, row: Row, *, reserve: int) -> str | None:
+        """None when a run goes on; "" while it is put aside, for the next operation wakes it, or
+        while the disk that has refused it has no more than `reserve` bytes free; or why it does
+        not go on.
         """
         if row.state not in ("paused", *FAILED):
             return None
-        run = base.run(row.exp_id).path
+        run = base.run(row.exp_id)
         if row.state == "paused":
-            return None if self.has_work(run) else ""
-        return self.why_it_stays(run, row)
+            return None if self.has_work(run.path) else ""
+        status = read_json(run.status) or {}
+        is_of_disk = StorageError.__name__ in str(status.get("error"))
+        if is_of_disk and shutil.disk_usage(base.path).free <= reserve:
+            return ""
+        return self.why_it_stays(run.path, row, is_of_disk=is_of_disk)
 
     def has_work(self, run: Path) -> bool:
         """Whether a run has an operation without a result."""
         look = self._look(run / FOLDER)
         return look.last_operation > look.last_result
 
-    def why_it_stays(self, run: Path, row: Row) -> str | None:
-        """Why a run that ended badly is not begun again; None when it is."""
+    def why_it_stays(self, run: Path, row: Row, *, is_of_disk: bool = False) -> str | None:
+        """Why a run that ended badly is not begun again; None when it is. is_of_disk: the disk
+        refused it, which is over.
+        """
         reason = row.reason or f"it ended as {row.state}"
-        if reason.startswith(BAD_INPUT):
+        if reason.startswith(BAD_INPUT) and not is_of_disk:
             return reason
         last = self._look(run / FOLDER).last_result
         attempt, before, in_vain = self._ends.get(run, (0, -2, 0))
@@ -125,15 +134,14 @@ def _mark(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 def last_operation(folder: Path) -> int:
     """The number of the last operation in a log that another process may write; -1 without one."""
-    files, last = RecordFiles(folder, LOG), -1
-    segments = files.segments()
-    place = RecordPlace(segments[-1], 0) if segments else None
-    while place is not None:
-        record = files.read(place, with_payload=False)
-        if record is None:
-            break
-        last, place = int(record.header["seq"]), RecordPlace(place.segment, record.end)
-    return last
+    files = RecordFiles(folder, LOG)
+    for segment in reversed(files.segments()):
+        last, place = -1, RecordPlace(segment, 0)
+        while (record := files.read(place, with_payload=False)) is not None:
+            last, place = int(record.header["seq"]), RecordPlace(segment, record.end)
+        if last >= 0:  # else the disk refused the first record of a new file
+            return last
+    return -1
 
 
 def note_checked(folder: TicketFolder, ticket: Ticket) -> bool:

@@ -40,6 +40,13 @@ class Demand:
 
 
 @dataclass
+class QuotaRoom:
+    """What a request was given. is_needed: False for one that was sent before."""
+
+    is_needed: bool = True
+
+
+@dataclass
 class TokenUsage:
     """The tokens and bytes of owners. root: where the counts are."""
 
@@ -98,20 +105,24 @@ def _bytes_of_all(folders: Iterable[Path]) -> int:
 @asynccontextmanager
 async def room_for(
     request: Request, demand: Demand, facts: RunFacts | None = None
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[QuotaRoom]:
     """Inside, the client may send so many tokens and bytes more, which count unless an error is
-    raised inside. Refusal (403: it does not pass by itself, so the SDK is not to ask again).
+    raised inside, or the room is not needed. Refusal (403: it does not pass by itself, so the SDK
+    is not to ask again).
     """
     quota = client_of(request).quota
     is_counted = False
     if quota.tokens is not None or quota.bytes is not None:
         is_counted = await run_in_threadpool(_take, request, demand, facts)
+    room = QuotaRoom()
     try:
-        yield
+        yield room
     except BaseException:
-        if is_counted:
-            await run_in_threadpool(_give_back, request, demand.tokens)
+        room.is_needed = False
         raise
+    finally:
+        if is_counted and not room.is_needed:
+            await run_in_threadpool(_give_back, request, demand.tokens)
 
 
 def _take(request: Request, demand: Demand, facts: RunFacts | None) -> bool:
