@@ -22,6 +22,7 @@ from trainer.config.schema import Optim, Train
 from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.order import Sharding
 from trainer.errors import ConfigError
+from trainer.launch.together.refusals import refuse
 from trainer.models import base_source
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import grids_of, pack_labelled
@@ -211,6 +212,14 @@ def test_a_client_and_ranks_that_may_be_lost_are_refused(tmp_path: Path) -> None
     reason = 'with data.source="client" the ranks follow a log of whole rows'
     with refused("sharing_of_run", count=2, reason=reason):
         _planned(tmp_path, driven)
+
+
+def test_runs_on_one_base_are_refused(tmp_path: Path) -> None:
+    values = experiment("causal_lm", tmp_path, base=LLAMA) | {"lora": {}}
+    with pytest.raises(ConfigError) as caught:
+        refuse([_planned(tmp_path, values)], Options(tmp_path, cache_dir=tmp_path))
+    says("together_refused", str(caught.value))
+    assert "got sequence_parallel_size=2, want ranks with rows of their own" in str(caught.value)
 
 
 @pytest.mark.parametrize(
