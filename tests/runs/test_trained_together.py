@@ -4,10 +4,10 @@ others.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,20 +53,21 @@ def train(
     facts: Path,
     savedir: Path,
     stage: int = 0,
-    kill: tuple[int, int] | None = None,
+    kill: tuple[int, int, int] | None = None,
 ) -> int:
-    """Train a group together; its exit code. kill: (n, s), this rank sends itself the signal s as
-    it begins its n-th step, those of all experiments counted.
+    """Train a group together; its exit code. kill: (n, k, s), this rank sends itself the signal s
+    as the k-th experiment begins its step n, of those that do this step.
     """
     from trainer.launch.together.run_together import run_together
     from trainer.training import loop
 
-    step, calls = loop.train_step, itertools.count(1)
+    step, begun = loop.train_step, Counter[int]()
 
-    def dying(*args: Any, **how: Any) -> Any:
-        if kill is not None and next(calls) == kill[0]:
-            os.kill(os.getpid(), kill[1])
-        return step(*args, **how)
+    def dying(session: Any, window: Any, **how: Any) -> Any:
+        begun[window.step] += 1
+        if kill is not None and (window.step, begun[window.step]) == kill[:2]:
+            os.kill(os.getpid(), kill[2])
+        return step(session, window, **how)
 
     loop.train_step = dying
     plans, options = _plans(every, facts, savedir, stage)
@@ -151,11 +152,11 @@ def test_a_group_that_is_killed_goes_on_to_the_same_bits(
     for values in every:
         values["lora"]["dropout"] = 0.2
     run_on_ranks(world, train, every, facts, tmp_path / "whole", 1)
-    # in the second step; in the fifth of the second, when the third one has finished; when both have
-    for count in (5, 12, 7):
+    # before any has saved; when the third one has finished; when the second one has, too
+    for place in ((1, 2), (4, 2), (6, 1)):
         with pytest.raises(AssertionError):  # a rank died
             run_on_ranks(
-                world, train, every, facts, tmp_path / "killed", 1, (count, signal.SIGKILL)
+                world, train, every, facts, tmp_path / "killed", 1, (*place, signal.SIGKILL)
             )
     assert status(every[0], tmp_path / "killed")["state"] == "running"
     for values in every[1:]:
@@ -190,7 +191,7 @@ def test_what_goes_wrong_in_one_experiment_ends_that_one_alone(
 def test_a_group_that_is_asked_to_stop_saves_all_and_goes_on(facts: Path, tmp_path: Path) -> None:
     every = [values_of(facts, number, steps=6) for number in range(2)]
     run_on_ranks(2, train, every, facts, tmp_path / "whole", 2)
-    stop = (6, signal.SIGTERM)  # in the third step of the second
+    stop = (2, 2, signal.SIGTERM)
     codes = run_on_ranks(2, train, every, facts, tmp_path / "stopped", 2, stop)
     assert codes == [EXIT_PREEMPTED] * 2
     for values in every:
