@@ -1469,7 +1469,7 @@ STEPS = wording(
     sample_memory="num_samples={count} of {most} tokens behind a prompt of {length} do not fit into the memory",
     steps_weights_deleted="The weights of {sampler} were deleted. Begin another sampler.",
     steps_saved_again="{kind}/{name} is being saved again. Delete it when that is done.",
-    steps_sampler_made="{sampler} was made of another request. Use the next sampling_session_seq_id.",
+    steps_sampler_made="{sampler} was made ...Use the next sampling_session_seq_id",
     steps_copy_number="model_seq_id: got {number}, want less than {most}",
     steps_two_params="optim_params: adam_params is there, too. Send one of the two.",
     steps_token_unknown="weights_access_token: this server knows no such token",
