@@ -1432,6 +1432,7 @@ SHARING = wording(
     shared_differing="{guest} cannot be computed on the base of {host}: they differ in {keys}. Send",
     shared_without_host="-j beside: got a job without a host",
     together_refused="--together: these experiments cannot be trained on one base....Change these, or",
+    together_of_sharing="got sequence_parallel_size={count}, want ranks with rows of their own",
     together_unsharable="--together: this base has {what}. Experts read",
     together_foreign="--together with {flags}: one process here trains a whole group",
     together_replay="trained with others on one base (--together), so that its last bits",

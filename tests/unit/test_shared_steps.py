@@ -137,7 +137,7 @@ def test_ranks_that_share_rows_are_refused_together(facts: Path, tmp_path: Path)
     values = {**values_of(facts), "deepspeed": str(tmp_path / "shared.json")}
     with refused("together_refused") as caught:
         refuse([plan(values, options, world=2, rank=0)], options)
-    assert "got sequence_parallel_size=2, want ranks with rows of their own" in str(caught.value)
+    says("together_of_sharing", caught.value, count=2)
 
 
 def test_another_task_and_flags_of_one_run_are_refused_together(facts: Path) -> None:

