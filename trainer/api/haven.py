@@ -63,7 +63,7 @@ def _as_command(exp_dict: Mapping[str, Any], savedir: str | Path, given: dict[st
 
     values = dictionary(exp_dict)
     options = {**vars(_flags(given)), **_about(values, Path(savedir), given)}
-    return command.begin([values], options, None, is_dry=False)
+    return command.begin([values], options, command.Launch())
 
 
 def _flags(given: Mapping[str, Any]) -> RunFlags:
