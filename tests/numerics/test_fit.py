@@ -259,8 +259,10 @@ def _session(
 
     sums.count = count
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
+    sharding = Sharding(GLOBAL_BATCH, 2, distributed.world(), rank)
     if case.is_rehearsed:
-        launch: Any = SimpleNamespace(task=Regression(case), stores=stores)
+        of_plan = SimpleNamespace(sharding=sharding)
+        launch: Any = SimpleNamespace(task=Regression(case), stores=stores, plan=of_plan)
         rehearse(live, launch, [0, 1], [0])
     return Session(
         cfg=cfg,
@@ -268,7 +270,7 @@ def _session(
         engine=live,
         train=stores["train"],
         valid=stores["valid"],
-        sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
+        sharding=sharding,
         cadence=Cadence(log=case.log_every, evaluate=case.evaluate_every, save=case.save_every),
         record=RunRecord(folder, total=case.steps),
         meter=Meter(),
