@@ -186,9 +186,9 @@ def main(
 def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
     if which.savedir_base is None:
         raise ConfigError(_NO_BASE)
+    _refuse_together(which, launch)
     experiments = _experiments(which, which.savedir_base)
     resets = bool(which.reset) and not _is_restart()
-    _refuse_together(which, launch)
     if launch.job_scheduler in _NO_SCHEDULER:
         options: dict[str, Any] = {
             **vars(flags),

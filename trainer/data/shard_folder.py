@@ -84,7 +84,8 @@ class ShardFolder:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, no other command writes here, unless all is written already. A collective.
-        ConfigError at once when another one does; a process that is killed lets go of its lock.
+        ConfigError at once when another one does; a process that is killed lets go of its lock,
+        whose file stays until the folder is whole or gone.
         """
         path = self.path.resolve()
         lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
@@ -92,6 +93,8 @@ class ShardFolder:
         try:
             yield
         finally:
+            if lock.is_locked and (self.is_finished or not self.path.exists()):
+                path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
             lock.release()
 
     def _claim(self, lock: FileLock) -> None:

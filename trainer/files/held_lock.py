@@ -23,11 +23,11 @@ class HeldLock:
     """
 
     def __init__(
-        self, path: Path, *, what: str, doing: str = "is training this experiment"
+        self, path: Path, *, what: str, held: str = "another process is training this experiment"
     ) -> None:
-        """For messages: what is locked, such as a run folder, and what its holder is doing."""
+        """For messages: what is locked, such as a run folder, and what is said of its holder."""
         self._lock, self._path, self._what = FileLock(path, timeout=0), path, what
-        self._doing = doing
+        self._held = held
         self._identity: tuple[int, int] | None = None
         self._folder: int | None = None
 
@@ -55,8 +55,7 @@ class HeldLock:
 
     def _is_held(self, path: Path) -> ResumeError:
         return ResumeError(
-            f"{self._what}: another process {self._doing} (it holds {path}). Wait for it, or stop "
-            "it."
+            f"{self._what}: {self._held} (it holds {path}). Wait for it, or stop it."
         )
 
     def check(self) -> None:

@@ -57,7 +57,9 @@ def run_rounds(
     work in the folder of the loop. A collective.
     """
     out = loop.out.resolve()
-    lock = HeldLock(out.parent / f".{out.name}.lock", what=str(out), doing="makes these rounds")
+    lock = HeldLock(
+        out.parent / f".{out.name}.lock", what=str(out), held="another process makes these rounds"
+    )
     try:
         return _with_lock(loop, files, options, lock, strict=strict)
     finally:

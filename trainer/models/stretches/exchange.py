@@ -1,7 +1,7 @@
 """Attention of ranks that share a stream: before it, each rank has all heads of its own tokens;
 inside, some heads of all tokens. Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv 2309.14509).
 
-DeepSpeed's own class (0.19.8, sequence/layer.py) does not know where the rows of a stream begin.
+DeepSpeed 0.19.8 has a class for it (DistributedAttention), which knows no rows of a stream.
 """
 
 from __future__ import annotations
