@@ -43,7 +43,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
             "mix": {"train.jsonl": 0.5, "asked.jsonl": {"weight": 0.5, "loss_on": "answer"}},
         }
     },
-    "by tokens": {"train": {"micro_batch": 8, "micro_tokens": 150, "bucket_steps": 2}},
+    "by tokens": {"train": {"micro_batch": 4, "micro_tokens": 150, "bucket_steps": 2}},
 }
 
 
