@@ -307,7 +307,7 @@ class DrivenRuns:
                     async with run.news:
                         run.news.notify_all()
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 1.1, IDLE_POLL_S)
+                pause_s = min(pause_s * 1.02, IDLE_POLL_S)  # a fiftieth of what was waited
         except Exception:
             log.exception("%s: its results cannot be read", run.facts.id)
         finally:
