@@ -100,8 +100,6 @@ def _run_step(request: MeasureRequest, places: Places) -> Measured:
 
 
 def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measured:
-    import numpy as np
-
     from trainer import tasks
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
@@ -125,17 +123,13 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     model = task.skeleton().to(DTYPES[cfg.train.precision])
     freeze_whole(model, cfg.train.freeze)
     blocks = recomputation.num_blocks(model)
-    named = dict(model.named_parameters())
     state = sum(
-        state_nbytes(cfg.optim, named[name].shape, rule=rule)
+        state_nbytes(cfg.optim, model.get_parameter(name).shape, rule=rule)
         for name, rule in rules(model, cfg.optim).items()
     )
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     trainable = sum(size for size, is_trained in sizes if is_trained)
-    rows = [
-        {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
-        for row in request.rows
-    ]
+    rows = _rows_of(request)
     plus = 1.0 if cfg.lora is None else cfg.lora.plus
     groups = stepped_together(model, cfg.optim, plus=plus, freeze=cfg.train.freeze)
     whole_batch = task.collate(rows)
@@ -175,6 +169,16 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             blocks=blocks,
             groups=groups,
         )
+
+
+def _rows_of(request: MeasureRequest) -> list[dict[str, Any]]:
+    """The encoded rows of a request."""
+    import numpy as np
+
+    return [
+        {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
+        for row in request.rows
+    ]
 
 
 def _fullest_part(task: Any, batch: dict[str, Tensor], sharing: int) -> dict[str, Tensor]:
