@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from tests.wording import Fault, fault, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
-from trainer.data.readers.rankings import read_run
+from trainer.data.readers.rankings import Hit, read_run
 from trainer.data.shard_folder import ShardFolder
 from trainer.errors import DataError
 from trainer.protocol.abilities import Reranks
@@ -131,6 +132,13 @@ def _first_shard_is_there() -> None:
         write(self, number, *args, **facts)
 
     ShardFolder.write_shard = refusing
+
+
+def test_new_scores_put_the_best_first_and_equal_ones_keep_their_order() -> None:
+    hits = {"q": [Hit("a", 3.0), Hit("b", 2.0), Hit("c", 1.0)]}
+    scores = [np.array([0.0, 5.0, 5.0], dtype=np.float32)]
+    (ordered,) = reranking.reordered(hits, scores).values()
+    assert [(hit.passage, hit.score) for hit in ordered] == [("b", 5.0), ("c", 5.0), ("a", 0.0)]
 
 
 def test_a_command_that_was_killed_goes_on_and_two_processes_share_the_rest(

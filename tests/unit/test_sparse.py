@@ -282,7 +282,7 @@ def test_an_encoder_keeps_the_order_of_its_rows(folder: Path) -> None:
     task = loaded(folder)
     model = task.model().eval()
     encode = word_weights.encoder_of(task, model, side="query", batch=2)
-    texts = ["a key", "where does Ada keep the red key", "map"]
+    texts = ["a key", "map", "where does Ada keep the red key"]  # by length a circle of three
     got = encode([{"id": text, "text": text} for text in texts])
     for number, text in enumerate(texts):
         ids = task.ids([{"text": text}], side="query")
