@@ -114,6 +114,14 @@ def test_a_step_has_one_topic_and_the_rest_shares_steps() -> None:
     assert numbers != sorted(numbers), "topics come in an order that is drawn"
 
 
+def test_topics_of_different_sizes_are_never_cut_across() -> None:
+    topics = np.repeat([0, 1, 2], [44, 21, 7])
+    for seed in range(6):  # each draws another order of the topics
+        steps = steps_of(Epochs(72, 8, seed), Arrangement(72, topics), 9)
+        of_one = Counter(int(topics[rows[0]]) for rows in steps if len({*topics[rows]}) == 1)
+        assert of_one == {0: 5, 1: 2}, seed
+
+
 def test_topics_and_distinct_rows_go_together() -> None:
     generator = np.random.default_rng(1)
     topics = generator.integers(0, 5, 240)
