@@ -1014,7 +1014,7 @@ CHECKPOINTS = (
         run_of_others="{file} is of another experiment",
         mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
-        kernels_changed="the run began with LATHE_CPU_KERNELS={was} and the environment says {now}",
+        kernels_changed="the run began with {switch}={was} and here it is {now}: losses",
         run_changed="changed since the run began: {key} (was {was}",
     )
 )

@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(
     path.write_text(json.dumps({"identity": {}, **said}))
     assert kernels_of(path) == said
     monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
-    with refused("kernels_changed", was=int(began), now=int(not began)):
+    with refused("kernels_changed", switch=CPU_KERNELS, was=int(began), now=int(not began)):
         kernels_of(path)
 
 
