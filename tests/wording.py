@@ -355,6 +355,7 @@ PASSAGES = wording(
 ) | wording(
     ConfigError,
     switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
+    liger_needs_gpu="liger-kernel's kernels run on a CUDA GPU, and this run has a processor",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
     valid_or_share="--valid_queries ...and --valid_share: got {got}, want one",

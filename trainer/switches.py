@@ -55,13 +55,13 @@ def has_liger() -> bool:
 
 
 def uses_liger(environment: Mapping[str, str]) -> bool:
-    """Whether a GPU computes by the kernels of liger-kernel (trainer/models/lean/liger.py). ConfigError
+    """Whether a GPU computes by the kernels of liger-kernel (models/lean/liger.py). ConfigError
     where the environment wants them and they are not installed.
     """
     is_used = is_on(LIGER, environment, default=has_liger())
     if is_used and not has_liger():
         raise ConfigError(
-            f"{LIGER}=1 in the environment: liger-kernel is not installed. Install it "
-            "(pip install 'lathe-finetune[gpu]'), or unset the variable: torch computes the same."
+            f"{LIGER}=1 in the environment: liger-kernel is not installed. It comes with the "
+            "extra: pip install -e '.[gpu]'. Or unset the variable: torch computes the same."
         )
     return is_used

@@ -319,10 +319,7 @@ def _of_kernels(path: Path) -> dict[str, bool]:
     for switch, key in _KERNELS.items():
         began = None if record is None else bool(record.get(key, False))
         # the kernels of the other kind of device stay as they are, for when the run is there again
-        if is_gpu() == (switch == LIGER):
-            now = _uses(switch)
-        else:
-            now = bool(began)
+        now = _uses(switch) if is_gpu() == (switch == LIGER) else bool(began)
         if began not in (None, now):
             raise ResumeError(
                 f"{path.parent}: cannot resume, the run began with {switch}={int(began)} and here "

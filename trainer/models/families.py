@@ -34,9 +34,9 @@ class Family:
     # The class of its RMS norms, if they multiply by weight + norm_offset in fp32 and round once.
     upcast_norm: str | None = None
     norm_offset: float = 0.0
-    # The folder of transformers.models whose apply_rotary_pos_emb turns the first half of a head
-    # with its second. Not Cohere's, which turns neighbours.
-    rotation: str | None = None
+    # Its apply_rotary_pos_emb turns the first half of a head with its second; Cohere's turns
+    # neighbours.
+    turns_halves: bool = False
     # The class of its feed-forward layers if they are T5's: wo(dropout(act(wi(states)))).
     feed_forward: str | None = None
     # The class of its feed-forward layers if they are gated: down(act(gate) * up).
@@ -72,7 +72,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="LlamaRMSNorm",
         gated="LlamaMLP",
-        rotation="llama",
+        turns_halves=True,
     ),
     Family(
         model_type="mistral",
@@ -80,7 +80,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="MistralRMSNorm",
         gated="MistralMLP",
-        rotation="mistral",
+        turns_halves=True,
     ),
     Family(
         model_type="qwen2",
@@ -88,7 +88,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Qwen2RMSNorm",
         gated="Qwen2MLP",
-        rotation="qwen2",
+        turns_halves=True,
     ),
     Family(
         model_type="qwen3",
@@ -96,7 +96,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Qwen3RMSNorm",
         gated="Qwen3MLP",
-        rotation="qwen3",
+        turns_halves=True,
     ),
     Family(
         model_type="phi3",
@@ -104,7 +104,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Phi3RMSNorm",
         gated="Phi3MLP",
-        rotation="phi3",
+        turns_halves=True,
     ),
     Family(
         model_type="olmo2",
@@ -112,7 +112,7 @@ _TABLE = (
         reader="rotary_decoder",
         gated="Olmo2MLP",
         upcast_norm="Olmo2RMSNorm",
-        rotation="olmo2",
+        turns_halves=True,
         rotates_in_fp32=True,
     ),
     Family(
@@ -122,7 +122,7 @@ _TABLE = (
         gated="Gemma2MLP",
         upcast_norm="Gemma2RMSNorm",
         norm_offset=1.0,
-        rotation="gemma2",
+        turns_halves=True,
     ),
     Family(
         model_type="gemma3_text",
@@ -131,7 +131,7 @@ _TABLE = (
         gated="Gemma3MLP",
         upcast_norm="Gemma3RMSNorm",
         norm_offset=1.0,
-        rotation="gemma3",
+        turns_halves=True,
         becomes_halves_of="t5gemma2",
     ),
     # T5 v1.1, flan-T5 and ByT5 have this model_type, too.
@@ -222,7 +222,7 @@ _TABLE = (
         name="Granite",
         reader="stock",
         gated="GraniteMLP",
-        rotation="granite",
+        turns_halves=True,
     ),
     Family(
         model_type="cohere",

@@ -54,11 +54,18 @@ def put_into(model: Any) -> None:
         is_ours = type(module).forward is _norm
         if type(module).__name__ in _OFFSETS and not is_ours:
             module.__class__ = like(type(module), _norm)
-    folder = family_of(model.config).rotation
-    if folder is not None:
-        code: Any = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        if not hasattr(code.apply_rotary_pos_emb, "stock"):
-            code.apply_rotary_pos_emb = _turning(code.apply_rotary_pos_emb)
+    family = family_of(model.config)
+    if family.turns_halves:
+        code: Any = importlib.import_module(_module_of(model.config))
+        stock = code.apply_rotary_pos_emb
+        if not hasattr(stock, "stock"):
+            code.apply_rotary_pos_emb = _turning(stock, rounds_back=family.rotates_in_fp32)
+
+
+def _module_of(config: Any) -> str:
+    """Where transformers has the code of a config's models."""
+    package = type(config).__module__.rpartition(".")[0]
+    return f"{package}.modeling_{package.rpartition('.')[2]}"
 
 
 # Gated layers
@@ -109,15 +116,18 @@ def product_of(act: nn.Module, gate: Tensor, up: Tensor) -> Product | None:
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _turning(stock: Rotate) -> Rotate:
-    """apply_rotary_pos_emb of transformers, by the library where is_used()."""
+def _turning(stock: Rotate, *, rounds_back: bool) -> Rotate:
+    """apply_rotary_pos_emb of transformers, by the library where is_used().
+
+    rounds_back: the stock one computes in the dtype of cos and rounds to that of the queries
+    (OLMo 2); another one gives the wider dtype of the two, which the library does not.
+    """
 
     @functools.wraps(stock)
     def rotate(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        # Of another dtype, cos would make the result one of that dtype; OLMo 2 rounds it back.
-        is_same = q.dtype == k.dtype and cos.dtype in (q.dtype, _ROUNDED_BACK.get(stock.__module__))
+        is_same = q.dtype == k.dtype and (rounds_back or cos.dtype == q.dtype)
         if unsqueeze_dim != 1 or not is_used(q) or not is_same or cos.dim() != 3:
             return stock(q, k, cos, sin, unsqueeze_dim)
         turned: Any = _Turned.apply(q, k, cos, sin)
@@ -125,13 +135,6 @@ def _turning(stock: Rotate) -> Rotate:
 
     rotate.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
     return rotate
-
-
-_ROUNDED_BACK = {
-    f"transformers.models.{row.rotation}.modeling_{row.rotation}": torch.float32
-    for row in FAMILIES.values()
-    if row.rotates_in_fp32
-}
 
 
 class _Turned(torch.autograd.Function):
