@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -273,31 +275,34 @@ def test_a_rotation_in_another_dtype_is_the_librarys_only_where_it_is_rounded_ba
 
 
 @pytest.fixture
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """liger_kernel.ops by Triton's interpreter. tanh and the inverse root are functions of CUDA's
-    own library, which an interpreter does not have: Triton's stand in for them.
-    """
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of liger_kernel.ops run by Triton's interpreter."""
     is_required = os.environ.get("LATHE_REQUIRE_LIGER") == "1"
     for name, extra in (("triton", "kernels"), ("liger_kernel", "gpu")):
         if importlib.util.find_spec(name) is None:
             text = f"{name} is not installed (the extra {extra})"
             (pytest.fail if is_required else pytest.skip)(text)
     request.getfixturevalue("interpreter")
-    import triton
     import triton.language as tl
+    from triton.runtime import interpreter as by_hand
 
-    @triton.jit
-    def tanh(x: Any) -> Any:
-        return 2 * tl.sigmoid(2 * x) - 1
+    convert = by_hand._implicit_cvt
 
-    @triton.jit
-    def rsqrt(x: Any) -> Any:
-        return 1 / tl.sqrt(x)
+    def converted(given: Any) -> Any:
+        """Triton 3.6's interpreter hands a float on as it is; on a GPU it is a number in fp32."""
+        if not isinstance(given, float):
+            return convert(given)
+        handle = by_hand.TensorHandle(np.array([given], dtype=np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
 
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.geglu"), "tanh", tanh)
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.rms_norm"), "rsqrt", rsqrt)
+    monkeypatch.setattr(by_hand, "_implicit_cvt", converted)
+    # functions of CUDA's own library, which the interpreter does not have
+    geglu = importlib.import_module("liger_kernel.ops.geglu")
+    norms = importlib.import_module("liger_kernel.ops.rms_norm")
+    monkeypatch.setattr(geglu, "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
+    monkeypatch.setattr(norms, "rsqrt", lambda x: 1 / tl.sqrt(x))
+    monkeypatch.setattr(liger, "uses_liger", lambda environment: True)
     monkeypatch.setattr(liger, "is_used", lambda x: True)
-    return liger
 
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -139,17 +139,18 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up, *kept = ctx.saved_tensors
-        if isinstance(ctx.product, liger.Product):
-            assert not ctx.is_spent, "gate and up were overwritten by an earlier backward pass"
-            ctx.is_spent = True
-            if ctx.is_dropped:  # of `gate` only the shape matters
-                gradient = ctx.draw.again(gate, gradient.clone(), *kept).gradient
-            return *ctx.product.backward(gradient, gate, up), None, None
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
-            opened = ctx.product.act(leaf)
+        is_spelt = isinstance(ctx.product, _Spelt)
+        leaf = opened = gate  # what the library needs of it: its shape
+        if is_spelt:
+            with torch.enable_grad():
+                leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
+                opened = ctx.product.act(leaf)
         if ctx.is_dropped:
             gradient = ctx.draw.again(opened.detach(), gradient.clone(), *kept).gradient
+        if not is_spelt:
+            assert not ctx.is_spent, "gate and up were overwritten by an earlier backward pass"
+            ctx.is_spent = True
+            return *ctx.product.backward(gradient, gate, up), None, None
         of_gate = of_up = None
         if ctx.needs_input_grad[0]:
             (of_gate,) = torch.autograd.grad(opened, leaf, gradient * up)
