@@ -305,9 +305,10 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(liger, "is_used", lambda x: True)
 
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-# of numbers near 1: what torch and the library round in bf16 on the way
-MARGIN = {torch.float32: 2e-6, torch.bfloat16: 0.03}
+# Not bf16: Triton 3.6's interpreter keeps its bits in integers, and multiplies those.
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+# of numbers near 1: what torch and the library round on the way
+MARGIN = {torch.float32: 2e-6, torch.float16: 4e-3}
 
 
 def gradients_of(function: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
@@ -316,7 +317,9 @@ def gradients_of(function: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
     given = function(*(leaf * 1 for leaf in own))  # no leaf is overwritten
     results = given if isinstance(given, tuple) else (given,)
     torch.manual_seed(3)
-    sum((result * torch.randn_like(result)).sum() for result in results).backward()
+    weights = [torch.randn(result.shape).to(result.dtype) for result in results]
+    pairs = zip(results, weights, strict=True)
+    sum((result * weight).sum() for result, weight in pairs).backward()
     return [*(result.detach() for result in results), *(leaf.grad for leaf in own)]
 
 
