@@ -68,6 +68,56 @@ def test_a_base_is_read_without_kept_memory_and_the_steps_keep_it_again() -> Non
     assert after < PAGES / 10
 
 
+STEPS, MIB = 12, 2**20
+
+
+def _after_steps_of_many_lengths(is_bounded: bool) -> tuple[list[float], int]:
+    """MiB that each step has added to the process, and how often free memory was returned. A step
+    takes a block that fits into no hole, and leaves a small one behind it.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    assert host_memory.keep({})
+    added, left, returns = [], [], 0
+    before = host_memory._held()
+    for step in range(STEPS):
+        block = torch.ones((8 + step) * MIB, dtype=torch.uint8)
+        left.append(torch.ones(MIB // 8, dtype=torch.uint8))
+        del block
+        added.append((host_memory._held() - before) / MIB)
+        returns += is_bounded and host_memory.give_back_excess()
+    return added, returns
+
+
+def test_steps_of_many_lengths_do_not_let_the_heap_grow() -> None:
+    unbounded, _ = run_alone(_after_steps_of_many_lengths, False)
+    assert unbounded[-1] > 100, "every block stands behind all others"
+    bounded, returns = run_alone(_after_steps_of_many_lengths, True)
+    assert returns > 0
+    assert bounded[-1] < unbounded[-1] / 2
+
+
+def _after_equal_steps() -> int:
+    import torch
+
+    assert host_memory.keep({})
+    returns = 0
+    torch.ones(NUMBERS + NUMBERS // 4)  # as new_pages() has it
+    for _ in range(STEPS):
+        torch.ones(NUMBERS)
+        returns += host_memory.give_back_excess()
+    return returns
+
+
+def test_equal_steps_return_nothing() -> None:
+    assert run_alone(_after_equal_steps) == 0
+
+
+def test_malloc_that_keeps_nothing_has_no_excess() -> None:
+    assert not host_memory.give_back_excess()
+
+
 def _after_a_run_in_a_notebook() -> tuple[int, int]:
     from trainer.api.process_state import as_found
 
