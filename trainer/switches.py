@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 CPU_KERNELS = "LATHE_CPU_KERNELS"  # kernels of a processor whose last bits differ; off
 KEEP_MEMORY = "LATHE_KEEP_MEMORY"  # malloc keeps freed memory for the next step; on
 TF32 = "LATHE_TF32"  # fp32 products of a GPU; on
-LIGER = "LATHE_LIGER"  # kernels of liger-kernel on a GPU; on where they are installed
+LIGER = "LATHE_LIGER"  # kernels of liger-kernel on a GPU; off
 EXAMINE = "LATHE_EXAMINE"  # DeepSpeed is examined before its first use: on, or off
 # of malloc itself: who sets one of them has decided
 _OF_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -34,9 +34,8 @@ def is_on(name: str, environment: Mapping[str, str], *, default: bool) -> bool:
 
 def refuse_other_words(environment: Mapping[str, str]) -> None:
     """ConfigError for a switch with a word that it does not know."""
-    for name in (CPU_KERNELS, KEEP_MEMORY, TF32, EXAMINE):
-        is_on(name, environment, default=name != CPU_KERNELS)
-    is_on(LIGER, environment, default=has_liger())
+    for name in (CPU_KERNELS, KEEP_MEMORY, TF32, LIGER, EXAMINE):
+        is_on(name, environment, default=name not in (CPU_KERNELS, LIGER))
 
 
 def keeps_memory(environment: Mapping[str, str]) -> bool:
@@ -58,7 +57,7 @@ def uses_liger(environment: Mapping[str, str]) -> bool:
     """Whether a GPU computes by the kernels of liger-kernel (models/lean/liger.py). ConfigError
     where the environment wants them and they are not installed.
     """
-    is_used = is_on(LIGER, environment, default=has_liger())
+    is_used = is_on(LIGER, environment, default=False)
     if is_used and not has_liger():
         raise ConfigError(
             f"{LIGER}=1 in the environment: liger-kernel is not installed. It comes with the "

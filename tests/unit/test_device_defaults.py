@@ -37,10 +37,10 @@ def test_fp32_multiplies_by_tf32_unless_it_is_told_not_to() -> None:
 @pytest.mark.parametrize(
     ("is_installed", "compiles", "word", "said"),
     [
-        (True, False, "", "rotations and gated layers: liger-kernel's (LATHE_LIGER=0: torch's)"),
-        (True, True, "1", "liger-kernel's kernels outside of them (LATHE_LIGER=0: torch's)"),
-        (True, False, "0", "rotations and gated layers: torch's (LATHE_LIGER=0)"),
-        (False, False, "", "rotations and gated layers: torch's (liger-kernel is not installed)"),
+        (True, False, "1", "rotations and gated layers: liger-kernel's"),
+        (True, True, "1", "liger-kernel's kernels outside of them"),
+        (True, False, "", "rotations and gated layers: torch's (LATHE_LIGER=1: liger-kernel's)"),
+        (False, False, "", "rotations and gated layers: torch's"),
     ],
 )
 def test_a_gpu_says_whose_kernels_its_blocks_use(

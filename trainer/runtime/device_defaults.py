@@ -52,8 +52,8 @@ class DeviceDefaults:
     ) -> DeviceDefaults:
         """From the experiment's precision, optimizer and `compile`, and what is installed.
 
-        environment: LATHE_TF32=0 keeps fp32 products exact; LATHE_LIGER=0 leaves liger-kernel out,
-        and 1 is a ConfigError where it is not installed; PYTORCH_CUDA_ALLOC_CONF stays as it is.
+        environment: LATHE_TF32=0 keeps fp32 products exact; LATHE_LIGER=1 asks for liger-kernel, a
+        ConfigError where it is not installed; PYTORCH_CUDA_ALLOC_CONF stays as it is.
         """
         allows_tf32 = precision == "fp32" and is_on(TF32, environment, default=True)
         allocator = environment.get(_ALLOCATOR, "torch's own")
@@ -92,11 +92,11 @@ class DeviceDefaults:
     def _of_blocks(self) -> str:
         """Whose kernels rotate, and multiply in gated layers."""
         if self.has_liger and self.compiles:
-            return f"liger-kernel's kernels outside of them ({LIGER}=0: torch's)"
+            return "liger-kernel's kernels outside of them"
         if self.has_liger:
-            return f"rotations and gated layers: liger-kernel's ({LIGER}=0: torch's)"
-        why = f"{LIGER}=0" if has_liger() else "liger-kernel is not installed"
-        return f"rotations and gated layers: torch's ({why})"
+            return "rotations and gated layers: liger-kernel's"
+        other = f" ({LIGER}=1: liger-kernel's)" if has_liger() else ""
+        return f"rotations and gated layers: torch's{other}"
 
 
 def before_torch() -> None:

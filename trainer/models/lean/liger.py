@@ -2,7 +2,7 @@
 gated layers, and the norms that multiply by their weight in fp32. Each is one kernel forward and
 one backward where torch has three to eight.
 
-Off where the library is not installed, with LATHE_LIGER=0, in compiled blocks, and on a processor.
+Off unless the environment says LATHE_LIGER=1, and in compiled blocks.
 The norms of T5, Llama, Mistral, Qwen and Phi-3 stay torch's, which are one kernel as well
 (fused.py), and so does the output layer's loss (docs/gpu.md says why).
 
