@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from tests.facts import experiment, write_facts
 from tests.numerics import test_memory_plan_adapters as plans
 from tests.ranks import run_alone, run_on_ranks
 from tests.tolerance import note
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.devices import refuse_without_fp8
+from trainer.launch import preflight
 from trainer.models import base_source
 from trainer.models.frozen import fp8
 from trainer.models.frozen.quantized import QuantizedLinear
 from trainer.protocol.task import DRAW, EPOCH, Places
+from trainer.training.options import Options
+from trainer.training.run_plan import plan
 
 TASKS = tasks.names()
 LORA: dict[str, Any] = {"r": 4, "dropout": 0.0}
@@ -269,7 +273,7 @@ def test_nothing_is_kept_for_the_backward_pass() -> None:
 def test_every_task_has_its_base_in_fp8(name: str, folder: Path) -> None:
     values = values_of(name, folder)
     task = loaded(values, folder)
-    model, skeleton = task.model(), task.skeleton()
+    model, skeleton = task.model().to(torch.bfloat16), task.skeleton()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert layers
     shapes = {n: (m.packed.shape, m.scales.shape) for n, m in layers.items()}
@@ -286,7 +290,7 @@ def test_every_task_has_its_base_in_fp8(name: str, folder: Path) -> None:
     loss.backward()
     grown = [n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()]
     assert any("lora_B" in n for n in grown)
-    plain = loaded(vary(values, train={"base_bits": None}), folder).model()
+    plain = loaded(vary(values, train={"base_bits": None}), folder).model().to(torch.bfloat16)
     (stock, *_) = task.losses(plain.train(), [batch])
     assert loss.item() != stock.item()
     assert abs(loss.item() - stock.item()) < 0.1 * stock.item()
@@ -354,7 +358,7 @@ def test_a_shape_that_no_product_takes_is_refused_before_weights_are_read(folder
 
 
 @pytest.fixture
-def no_fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def no_fp8(monkeypatch: pytest.MonkeyPatch) -> str:
     """A device that refuses products of FP8, as an A100 does."""
     reason = "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0"
 
@@ -362,7 +366,7 @@ def no_fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         raise RuntimeError(reason)
 
     monkeypatch.setattr(fp8, "product", product)
-    yield reason
+    return reason
 
 
 def test_a_device_without_such_products_is_refused_before_weights_are_read(
@@ -377,10 +381,13 @@ def test_a_device_without_such_products_is_refused_before_weights_are_read(
 def test_a_run_is_refused_on_such_a_device_before_its_rows_are_read(
     folder: Path, no_fp8: str, tmp_path: Path
 ) -> None:
-    from tests.contract.runs import train
-
+    values = values_of("causal_lm", folder, **SHORT)
+    options = Options(tmp_path, data_path=folder, cache_dir=folder / "cache", deepspeed="zero2")
+    planned = plan(values, options, world=1, rank=0)
     with refused("device_of_fp8", device="the processor", reason=no_fp8):
-        train(values_of("causal_lm", folder, **SHORT), folder, tmp_path, stage=2)
+        preflight.refuse_early(planned, options, loaded(values, folder))
+    found = preflight.look(planned, replace(options, device="a100-80"))
+    says("gpu_of_fp8", "\n".join(found.problems), name="a100-80")
 
 
 def test_a_plan_for_a_gpu_without_such_products_is_refused() -> None:

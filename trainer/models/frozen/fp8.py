@@ -5,8 +5,8 @@ input the numbers of a token, of the weight those of an output. A scale is a pow
 scaling rounds nothing, and the weight is unpacked to bf16 with all bits that it has.
 
 The bound of a product. The largest number of a scaled row lies in [128, 256). e4m3 rounds a number
-from 2^-6 on by at most 2^-4 of it, and a smaller one by at most 2^-10, which is 2^-17 of the largest
-or less. So with e(x) = |x| / 16 + max|row of x| / 2^17
+from 2^-6 on by at most 2^-4 of it, and a smaller one by at most 2^-10, which is 2^-17 of the row's
+largest or less. So with e(x) = |x| / 16 + max|row of x| / 2^17
 
     |product - exact| <= sum over k of |x| e(w) + e(x) |w| + e(x) e(w)
 
@@ -62,7 +62,7 @@ def product(input: Tensor, packed_NK: Tensor, scales_N: Tensor, bias_N: Tensor |
         bias=None if bias_N is None else bias_N.to(torch.bfloat16),
         output_dtype=torch.bfloat16,
     )
-    return result_MN.to(input.dtype).view(*input.shape[:-1], -1)
+    return result_MN.to(input.dtype).view(*input.shape[:-1], len(packed_NK))
 
 
 def problem_of(device: torch.device) -> str | None:
