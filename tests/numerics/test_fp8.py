@@ -292,7 +292,7 @@ def test_every_task_has_its_base_in_fp8(name: str, folder: Path) -> None:
     assert any("lora_B" in n for n in grown)
     plain = loaded(vary(values, train={"base_bits": None}), folder).model().to(torch.bfloat16)
     (stock, *_) = task.losses(plain.train(), [batch])
-    assert loss.item() != stock.item()
+    assert loss.item() != stock.item() or name == "preference", "whose loss begins at 2 log 2"
     assert abs(loss.item() - stock.item()) < 0.1 * stock.item()
 
 
