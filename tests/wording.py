@@ -771,6 +771,10 @@ ADAPTERS = wording(
     adapters_merged_before_encoding='lora.export="merged": contexts are encoded..."adapter"',
     layers_with_adapters="init_from={folder!r}: its layers were trained with adapters...State lora",
     base_bits_of_trained="train.base_bits={bits}: the weights of the base train",
+    precision_of_fp8='train.base_bits="fp8" with train.precision="{precision}"',
+    shape_of_fp8="got the layer {layer} ({rows} x {columns}) and {more} more, want sides that are multiples",
+    device_of_fp8="{device} does not multiply FP8 with torch...({reason})",
+    gpu_of_fp8="train.base_bits='fp8' on {name}: it multiplies no FP8",
 ) | wording(
     ResumeError,
     layers_of_other_base="were trained on base {base}, but ...Put the old base back",

@@ -32,6 +32,7 @@ class _Card:
     options: dict[str, float]  # names for --device: the GiB that the driver shows
     peak_flops: float | None = None  # dense bf16, without sparsity, from NVIDIA's data sheets
     is_sm90: bool = False  # or later
+    is_sm89: bool = False
     bytes_per_s: float | None = None  # its memory's, from NVIDIA's data sheets
     link_bytes_per_s: float = 32e9  # to a GPU of the same node, one way: NVLink, or else PCIe 4
 
@@ -58,12 +59,12 @@ _CARDS = (
     _Card(
         "A100", {"a100-40": 39.4, "a100-80": 79.1}, 312e12, bytes_per_s=2e12, link_bytes_per_s=3e11
     ),
-    _Card("L40S", {"l40s": 44.4}, 362e12, bytes_per_s=8.64e11),
+    _Card("L40S", {"l40s": 44.4}, 362e12, is_sm89=True, bytes_per_s=8.64e11),
     _Card("A10G", {"a10g": 22.0}, 70e12, bytes_per_s=6e11),
     _Card("A10", {"a10": 22.0}, 125e12, bytes_per_s=6e11),
-    _Card("L4", {"l4": 22.0}, 121e12, bytes_per_s=3e11),
+    _Card("L4", {"l4": 22.0}, 121e12, is_sm89=True, bytes_per_s=3e11),
     _Card("RTX 5090", {"rtx5090": 31.4}, is_sm90=True),
-    _Card("RTX 4090", {"rtx4090": 23.5}),
+    _Card("RTX 4090", {"rtx4090": 23.5}, is_sm89=True),
     _Card("RTX 3090", {"rtx3090": 23.6}),
     _Card("A6000", {"a6000": 47.4}),
     _Card("V100", {"v100-16": 15.8, "v100-32": 31.7}),
@@ -141,16 +142,33 @@ def data_sheet(name: str) -> DataSheet | None:
     """The figures of a GPU, by its name for --device or for torch. None if we do not know all of
     them, and for a MIG slice, which is only a part of a GPU.
     """
-    card = next((card for card in _CARDS if name.lower() in card.options), None) or _card(name)
+    card = _named(name)
     if card is None or card.peak_flops is None or card.bytes_per_s is None:
         return None
     return DataSheet(card.peak_flops, card.bytes_per_s, card.link_bytes_per_s)
+
+
+def refuse_without_fp8(name: str) -> None:
+    """ConfigError for a GPU that we know, by its name for --device or for torch, if it multiplies
+    no FP8.
+    """
+    card = _named(name)
+    if card is not None and not (card.is_sm89 or card.is_sm90):
+        raise ConfigError(
+            f"train.base_bits='fp8' on {name}: it multiplies no FP8, want a GPU of sm89 or later "
+            "(L4, L40S, H100, H200, ...). Use base_bits 8 or 4 there."
+        )
 
 
 def peak_flops_of(name: str) -> float | None:
     """Dense bf16 FLOP/s of the GPU that torch calls so; None for a MIG slice or an unknown GPU."""
     card = _card(name)
     return None if card is None else card.peak_flops
+
+
+def _named(name: str) -> _Card | None:
+    """The card that a name for --device or torch's name means."""
+    return next((card for card in _CARDS if name.lower() in card.options), None) or _card(name)
 
 
 def _card(name: str) -> _Card | None:

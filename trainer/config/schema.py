@@ -118,9 +118,10 @@ class Train(Strict):
     """Rows per device and forward in evaluation; None: micro_batch."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Of weights and activations; optimizers keep fp32 masters beside bf16 and fp16."""
-    base_bits: Literal[4, 8] | None = None
-    """Of a frozen base's linear layers: 8 (rows of int8) or 4 (NF4, as QLoRA); None: as `precision`
-    says. Not at ZeRO-3.
+    base_bits: Literal[4, 8, "fp8"] | None = None
+    """Of a frozen base's linear layers: 8 (rows of int8), 4 (NF4, as QLoRA) or "fp8" (e4m3, whose
+    forward products are in FP8, too: a GPU of sm89 or later, precision bf16, and an error of some
+    4% of a product); None: as `precision` says. Not at ZeRO-3.
     """
     gradient_checkpointing: Recomputation = False
     """Compute blocks again in the backward pass: less memory, a third more time. k: every k-th
@@ -423,6 +424,11 @@ class Experiment(Strict):
             raise ValueError(
                 f"train.base_bits={self.train.base_bits} with lora.{change}, which changes weights "
                 "of the base: they need all their bits. Leave one of the two out"
+            )
+        if self.train.base_bits == "fp8" and self.train.precision != "bf16":
+            raise ValueError(
+                f'train.base_bits="fp8" with train.precision="{self.train.precision}": products in '
+                'FP8 come out in bf16. Use precision "bf16", or base_bits 8 or 4'
             )
         return self
 

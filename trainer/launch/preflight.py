@@ -26,6 +26,7 @@ from trainer.data import left_out
 from trainer.data.content import reader_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
+from trainer.devices import refuse_without_fp8
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.evaluation.run import TEST
 from trainer.files.atomic import size_of
@@ -34,6 +35,7 @@ from trainer.judging.end_of_run import early_problems
 from trainer.launch.origin import going_on
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
+from trainer.models.frozen import fp8
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import saved_nbytes
 from trainer.models.optimizers.rates import freeze_whole, places, rules
@@ -41,6 +43,7 @@ from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
 from trainer.protocol.abilities import Answers, LearnsFromTeacher, Mixes, refuse_sharing
 from trainer.protocol.task import DRAW, EPOCH, STEP, Encoded, Places
+from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
@@ -82,7 +85,7 @@ def look(plan: RunPlan, options: Options, *, earlier: Collection[str] = ()) -> F
     its teacher, and the model that it is compared with may be theirs, and need not be there yet.
     """
     is_awaited = any(one in earlier for one in (base_id(plan.values), teacher_id(plan.values)))
-    findings = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
+    findings = Findings([*_of_device(plan, options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (findings.warnings if options.is_shortened else findings.problems).extend(_of_schedule(plan))
     (findings.problems if options.strict else findings.warnings).extend(doubts_of(plan.cfg))
     try:
@@ -199,6 +202,8 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
         else:
             log.warning("%s", doubt)
     refuse_sharing(task, plan.sharding.sharing)
+    if plan.cfg.train.base_bits == "fp8" and (problem := fp8.problem_of(distributed.device())):
+        problems.append(problem)
     if not has_begun(plan):
         problems += _of_model(plan, options.places, task)[1]
     if problems:
@@ -278,11 +283,13 @@ def _of_schedule(plan: RunPlan) -> Iterator[str]:
         yield from long_warmup(plan.cfg)
 
 
-def _of_device(options: Options) -> Iterator[str]:
-    """The error of an unknown --device, if there is one."""
+def _of_device(plan: RunPlan, options: Options) -> Iterator[str]:
+    """The error of a --device that is unknown, or multiplies no FP8 where the run wants that."""
     try:
         if options.device is not None:
-            target_of(options.device, world=None)
+            device = target_of(options.device, world=None).device
+            if plan.cfg.train.base_bits == "fp8" and device is not None:
+                refuse_without_fp8(device.name)
     except ConfigError as error:
         yield str(error)
 

@@ -18,11 +18,12 @@ from torch import nn
 from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
-from trainer.models.frozen import quantized
+from trainer.models.frozen import fp8, quantized
 from trainer.models.lean import gated, liger
 from trainer.models.weights import absent, config_file, generation_file, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
+from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -46,9 +47,12 @@ def load(
     """The model of a base, in the dtype of `precision`; its linear layers in `bits`, if given.
 
     A random base is built in fp32 under its own seed, so that every rank and every run has the same
-    weights. ConfigError when transformers has no model of this kind for the base.
+    weights. ConfigError when transformers has no model of this kind for the base, and for "fp8" on
+    a device that does not multiply such numbers.
     """
     masks.keep_masks_of_devices()
+    if bits == "fp8" and (problem := fp8.problem_of(distributed.device())):
+        raise ConfigError(problem)
     source = base_source.resolve(base, places)
     config = base_source.config_of(base, places)
     build = _model_class(config, kind)

@@ -6,6 +6,7 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.devices import refuse_without_fp8
 from trainer.plan.memory import plan_text
 from trainer.plan.memory.advice import advise, choose_recomputation
 from trainer.plan.memory.plan import make
@@ -47,9 +48,11 @@ class Forecast:
 
 def forecast(subject: Subject, target: Target) -> Forecast:
     """Predict a run on these devices. Call it inside of measuring(), which keeps one process for
-    all of its fake steps.
+    all of its fake steps. ConfigError for products of FP8 on a GPU that has none.
     """
     device, rates = target.device, target.rates
+    if subject.cfg.train.base_bits == "fp8" and device is not None:
+        refuse_without_fp8(device.name)
     cublas = 0 if device is None else device.cublas_nbytes
     subject = choose_recomputation(subject, device)
     memory = make(subject, cublas=cublas)

@@ -19,7 +19,13 @@ _FREE = frozenset(
 # A row of a table is read for each index, not the whole table.
 _LOOKING_UP = frozenset(("embedding", "index_select", "gather", "index"))
 # (matrices that are multiplied, in the order of the arguments)
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
+_PRODUCTS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "_scaled_mm_v2": (0, 1),  # of FP8, whose result is bf16: it is planned at the speed of bf16
+}
 _ATTENTION = "scaled_dot_product"
 _OF_ATTENTION = ("bmm", "baddbmm", "_softmax", "_softmax_backward_data")
 

@@ -173,6 +173,20 @@ def _safe_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) ->
     return shares.masked_fill_(is_hidden.all(dim, keepdim=True), 0.0)
 
 
+def _scaled_product(rows: Tensor, weight: Tensor, scales: Any, of_weight: Any, bias: Any) -> Tensor:
+    """The product of FP8 on a CPU, which computes it in fp32, of copies that are scaled beforehand
+    (torch 2.13, _scaled_mm_out_cpu_emulated).
+    """
+    result = torch.empty(len(rows), weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+    dense = weight.contiguous()
+    scaled_rows = rows.to(torch.float32) * scales
+    scaled_weight = dense.to(torch.float32) * of_weight
+    product = scaled_rows @ scaled_weight
+    if bias is not None:
+        product.add_(bias)
+    return result.copy_(product.to(torch.bfloat16))
+
+
 def _where(tensor: FakeTensor) -> torch.device:
     """The device of a fake tensor, as torch (2.13) finds it, without its overhead."""
     return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
@@ -191,6 +205,10 @@ class _Counted(TorchDispatchMode):
         if func is torch.ops.aten._safe_softmax.default:
             with self:
                 return _safe_softmax(*args, **(kwargs or {}))
+        if func is torch.ops.aten._scaled_mm_v2.default and _where(args[0]).type == "cpu":
+            (scales,), (of_weight,) = args[2], args[5]
+            with self:
+                return _scaled_product(args[0], args[1], scales, of_weight, args[8])
         out = run_with_twins(func, args, kwargs or {})
         self._tracker.see(out, func, args, kwargs)
         return out
