@@ -407,7 +407,6 @@ VECTORS = (
         vectors_torn="cannot be read ({reason}). Delete",
         offsets_of_others="{folder}/offsets.npy is not the file that was written. {fix}, and",
         ids_of_others="{folder}/ids.txt is not the file that was written. {fix}, and",
-        ids_torn="cannot be read ('utf-8' codec",
         vectors_of_another_shape="{file} holds ({has}) {dtype}, want",
         index_torn="the index cannot be read ({reason})",
         states_altered="the checksum of its context {context} is another",

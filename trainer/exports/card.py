@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def _model_index(record: Record, name: str) -> list[str]:
     by_set: dict[str, dict[str, float]] = {}
     for score, value in record.scores.items():
         of_set, _, metric = score.partition("/")
-        if metric and math.isfinite(value):
+        if metric:
             by_set.setdefault(of_set, {})[metric] = value
     source = record.experiment.get("data", {}).get("source") or "mix"
     results: list[str] = []

@@ -32,6 +32,7 @@ from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import Block, WrittenFile, checksum_problem
 from trainer.protocol.task import Row
 from trainer.retrieval import stored_forms
+from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import Embeds, Side
@@ -146,7 +147,10 @@ class StoredVectors:
 
         def read(path: Path) -> np.ndarray:
             # torch takes no read-only memory
-            return np.load(path, mmap_mode="c", allow_pickle=False)
+            array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+            if array.offset + array.nbytes != self.shards[number].size:
+                raise ValueError("its numbers do not begin where they were written")
+            return array
 
         return self.opened(number, read, shape=shape, dtype=dtype)
 
