@@ -70,10 +70,18 @@ class ShardFolder:
             return None
 
     def read(self, name: str, convert: Callable[[Values], T]) -> T:
-        """`convert` of the object in plan.json or meta.json, without its format.
+        """`convert` of the object in plan.json or meta.json, without its format and its kernels.
 
         DataError when it cannot be read, or `convert` misses or does not know a key.
         """
+
+        def without_kernels(values: Values) -> T:
+            values.pop(CPU_KERNELS, None)  # of the environment, and no key of a plan
+            return convert(values)
+
+        return self._read(name, without_kernels)
+
+    def _read(self, name: str, convert: Callable[[Values], T]) -> T:
         path = self.path / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -136,7 +144,7 @@ class ShardFolder:
                 f"{self.path} was begun with something else ({differences}). Name a new "
                 f"{self.flag}, or delete this folder."
             )
-        del begun[CPU_KERNELS]  # of the environment, and no key of a plan
+        del begun[CPU_KERNELS]
         return begun
 
     def _begun(self, plan: Values) -> Values:
@@ -150,7 +158,7 @@ class ShardFolder:
             raise ConfigError(
                 f"{self.path} holds other files and no {self.content} of ours. Name a new folder."
             )
-        return self.read(PLAN, dict)
+        return self._read(PLAN, dict)
 
     def missing(self, count: int) -> list[int]:
         """Those of `count` shards that are not whole."""
