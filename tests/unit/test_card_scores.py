@@ -13,7 +13,7 @@ from trainer.exports.record import Record
 SCORES = {
     "step": 20.0,
     "valid/mrr@10": 0.734375,
-    "valid/loss": 1.25e-05,
+    "valid/loss": 1e-05,
     "valid_dev/recall@1": 1.0,
 }
 
@@ -30,7 +30,7 @@ def test_the_hub_reads_every_score_of_a_card(tmp_path: Path) -> None:
     results = of_scores(tmp_path, SCORES).data.eval_results or []
     assert {(one.dataset_split, one.metric_type): one.metric_value for one in results} == {
         ("valid", "mrr@10"): 0.734375,
-        ("valid", "loss"): 1.25e-05,
+        ("valid", "loss"): 1e-05,
         ("valid_dev", "recall@1"): 1.0,
     }
     assert {one.task_type for one in results} == {"retriever"}

@@ -129,6 +129,14 @@ def test_no_flipped_bit_beside_the_vectors_gives_other_vectors_ids_or_a_tracebac
     assert refusals > 100
 
 
+def test_a_list_in_which_two_shards_have_one_name_is_refused(tmp_path: Path) -> None:
+    written("bi", tmp_path / "v")
+    meta = tmp_path / "v" / "meta.json"
+    meta.write_text(meta.read_text().replace("vectors-00000.npy", "vectors-00001.npy"))
+    with refused("vectors_torn", at="meta.json"):
+        told("bi", tmp_path / "v")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_lost_of_a_finished_folder_is_made_again_and_nothing_else(
     form: str, tmp_path: Path

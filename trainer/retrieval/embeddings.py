@@ -190,8 +190,8 @@ class Embeddings(StoredVectors):
 
 
 def form_of(folder: Path) -> str:
-    """Which form of retriever made a folder of vectors: what meta.json says, or the plan of a folder
-    that is not finished, else "bi". DataError when the file cannot be read.
+    """Which form of retriever made a folder of vectors: what meta.json says, or plan.json where it
+    is not finished, else "bi". DataError when the file cannot be read.
     """
     shards = _folder(folder, ".npy")
     if not (shards.is_finished or shards.is_begun):
