@@ -187,7 +187,7 @@ def measure_recipe(name: str, data_path: Path, out: Path, seeds: Sequence[int]) 
     groups.write_text(scifact_recipe.GROUPS)
     common = ["--exp_configs", str(groups), "-sb", str(work / "runs"), "--data_path", str(data)]
     common += ["--cache_dir", str(work / "cache")]
-    untrained = ["-e", f"seed_{seeds[0]}", *common, "--model", "base"]
+    untrained = ["-e", f"seed_{seeds[0]}", *common, "--model", "base", *scifact_recipe.PRECISION]
     stock = Measured("stock", data, of, work=work, experiment=untrained)
     return dict(scifact_recipe.recipe(of, stock, data, work, seeds, common=common))
 

@@ -27,7 +27,8 @@ from trainer.config.identity import exp_id
 if TYPE_CHECKING:
     from minilm import Measured, Set
 
-ROUNDS, SHARE, NARROW = 2, "0.08", 96
+ROUNDS, SHARE, NARROW = 1, "0.08", 96
+PRECISION = ["--precision", "bf16"]
 MARGIN = "0"  # a negative that the judge prefers to the best positive is left out
 GROUPS = """import exp_configs
 
@@ -88,11 +89,13 @@ def _seed(
     out = work / f"rounds-{seed}"
     train = ["--passages", data / of.corpus, *of.train.at(data), "--valid_share", SHARE]
     how = ["--drop_copies", "--by", "both", "--count", "12", "--last", "50"]
-    judged = ["--judge", judge, "--judge_margin", MARGIN, "--rounds", ROUNDS, "--out", out]
+    judged = ["--judge", judge, "--judge_margin", MARGIN, "--rounds", ROUNDS]
     log = work / f"rounds-{seed}.txt"
-    _, cpu_s = run("-m", "trainer", "rounds", *own, *train, *how, *judged, log=log)
+    _, cpu_s = run(
+        "-m", "trainer", "rounds", *own, *train, *how, *judged, *PRECISION, "--out", out, log=log
+    )
     last = json.loads((out / "rounds.json").read_text())[-1]
-    named = ["--exp_id", last["id"], *own[4:], "--model", "final"]
+    named = ["--exp_id", last["id"], *own[4:], "--model", "final", *PRECISION]
     wide = Measured(f"taught-{seed}", data, of, work=work, experiment=named)
     values = {f"{name}, 384": value for name, value in wide.figures().items()}
     narrow = Measured(
@@ -108,7 +111,7 @@ def _reranked(of: Set, data: Path, found: Measured, reranker: list[str]) -> dict
     ranking, reranked = found.ranking("test", of.test), found.folder / "reranked.trec"
     if not reranked.is_file():
         texts = ["--queries", data / of.test.queries, "--passages", data / of.corpus]
-        words = ["--run", ranking, *texts, "--depth", "100", "--out", reranked]
+        words = ["--run", ranking, *texts, "--depth", "100", "--out", reranked, *PRECISION]
         found.command("rerank", *reranker, *words)
     text = found.command("judge", "--run", reranked, *of.test.at(data))
     return {"nDCG@10, reranked": float(figures(text)["ndcg@10"])}

@@ -24,6 +24,7 @@ from trainer.commands import (
 from trainer.commands.ranking import rerank
 from trainer.commands.vectors import rounds, search
 from trainer.program import PartOfLathe
+from trainer.runtime import device_defaults
 from trainer.version import Version
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
 @app.callback()
 def _about(version: Version = False) -> None:
     """Evaluate, export, plan and prepare."""
+    device_defaults.before_torch()
     atexit.register(gc.freeze)  # Python's last look through all that was imported takes .8 s
 
 

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.models.processor.row_attention import Piece, attend, attend_biased, pieces_of
+from trainer.models.processor.row_attention import (
+    FEW_KEYS,
+    Piece,
+    attend,
+    attend_biased,
+    pieces_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +82,21 @@ def test_rows_are_attended_to_where_they_lie(is_causal: bool, groups: int) -> No
     got = attend(q, k, v, pieces_of(_starts(LENGTHS)), is_causal=is_causal)
     want = _row_by_row(q, k, v, LENGTHS, bias, scale=WIDTH**-0.5)
     _assert_same(got, want, [q, k, v])
+
+
+@pytest.mark.parametrize("rows", [LENGTHS, [FEW_KEYS + 1, 9]])
+def test_gradients_of_short_rows_in_bf16_are_rounded_once(rows: list[int]) -> None:
+    """In fp32 the gradients are wrong by their own rounding alone, 2^-9 of each number at most."""
+    q, k, v = (_drawn(rows, HEADS, n).detach().bfloat16().requires_grad_() for n in range(3))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    got, want = (attend(*inputs, pieces_of(_starts(rows))) for inputs in ((q, k, v), exact))
+    weights = torch.arange(want.numel(), dtype=want.dtype).view_as(want).sin().bfloat16()
+    of_got = torch.autograd.grad(got, (q, k, v), weights)
+    of_want = torch.autograd.grad(want, exact, weights.double())
+    first = slice(None) if max(rows) <= FEW_KEYS else slice(FEW_KEYS + 1, None)
+    for one, other in zip(of_got, of_want, strict=True):
+        wrong = (one.double() - other)[first].norm() / other[first].norm()
+        assert float(wrong) < 2**-8.5, "mixed was rounded too, and is read by the backward pass"
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

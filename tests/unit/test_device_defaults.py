@@ -14,6 +14,7 @@ from tests.facts import experiment, write_facts
 from tests.fake_cuda import install
 from tests.forked import ROOT, TRAINVAL, run
 from tests.ranks import run_alone
+from trainer.runtime import device_defaults
 from trainer.runtime.device_defaults import DeviceDefaults
 
 
@@ -81,6 +82,39 @@ def test_the_allocator_is_told_before_torch_starts_and_a_word_of_the_user_stays(
             check=True,
         )
         assert done.stdout.strip() == want
+
+
+def _after_many_lengths(is_told: bool) -> float:
+    """MiB by which this process grows in 100 steps of a layer in bf16, each of another length."""
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        os.environ[name] = "131072"  # for the process that is started below: no holes in its heap
+    os.environ.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
+    if is_told:
+        device_defaults.before_torch()
+    code = """
+import torch
+from pathlib import Path
+torch.set_num_threads(1)
+layer = torch.nn.Linear(256, 1024, dtype=torch.bfloat16)
+def step(length):
+    x = torch.ones(length, 256, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).float().sum().backward()
+    layer.zero_grad()
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+step(2000)
+before = held()
+for length in range(1000, 1100):
+    step(length)
+print(held() - before)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(told.stdout)
+
+
+def test_products_of_many_lengths_do_not_let_a_processor_run_out_of_memory() -> None:
+    grown = run_alone(_after_many_lengths, True)
+    assert grown < 150, "oneDNN keeps a product, and its memory, for every number of tokens"
 
 
 def test_groups_that_deepspeed_makes_wait_as_long_as_ours() -> None:

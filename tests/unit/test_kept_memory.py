@@ -68,6 +68,64 @@ def test_a_base_is_read_without_kept_memory_and_the_steps_keep_it_again() -> Non
     assert after < PAGES / 10
 
 
+STEPS, MIB = 12, 2**20
+
+
+def _around_a_longer_step() -> tuple[int, bool, int]:
+    """MiB that the process holds more after a longer step, whether it gave back, and then."""
+    import torch
+
+    assert host_memory.keep({})
+    torch.ones(MIB)
+    assert not host_memory.give_back_excess()
+    before = host_memory._held()
+    torch.ones(4 * NUMBERS)
+    longer = host_memory._held() - before
+    is_returned = host_memory.give_back_excess()
+    return longer // MIB, is_returned, (host_memory._held() - before) // MIB
+
+
+def test_what_is_held_beyond_a_step_is_given_back() -> None:
+    longer, is_returned, after = run_alone(_around_a_longer_step)
+    assert is_returned
+    assert longer > 200
+    assert after < 20
+
+
+def test_free_memory_is_given_back_when_the_heap_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step behind a return shows what a step needs; the longest of these counts."""
+    held = iter([1000, 1139, 1141, 900, 1140, 1150, 1200, 1300, 1369])
+    monkeypatch.setattr(host_memory, "_held", lambda: next(held))
+    monkeypatch.setattr(host_memory, "_return_free", lambda: None)
+    monkeypatch.setattr(host_memory, "_is_kept", True)
+    monkeypatch.setattr(host_memory, "_is_empty", True)
+    monkeypatch.setattr(host_memory, "_needed", 0)
+    returns = [host_memory.give_back_excess() for _ in range(9)]
+    assert returns == [False, False, True, False, False, True, False, False, True]
+
+
+def _after_equal_steps() -> int:
+    import torch
+
+    assert host_memory.keep({})
+    returns = 0
+    torch.ones(NUMBERS + NUMBERS // 4)  # as new_pages() has it
+    for _ in range(STEPS):
+        torch.ones(NUMBERS)
+        returns += host_memory.give_back_excess()
+    return returns
+
+
+def test_equal_steps_return_nothing() -> None:
+    assert run_alone(_after_equal_steps) == 0
+
+
+def test_malloc_that_keeps_nothing_has_no_excess() -> None:
+    assert not host_memory.give_back_excess()
+
+
 def _after_a_run_in_a_notebook() -> tuple[int, int]:
     from trainer.api.process_state import as_found
 

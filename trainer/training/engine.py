@@ -41,7 +41,7 @@ from trainer.models.optimizers.standstill import Standstill  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
-from trainer.runtime.host_memory import returned_at_once  # noqa: E402
+from trainer.runtime.host_memory import give_back_excess, returned_at_once  # noqa: E402
 from trainer.runtime.preemption import Stopped  # noqa: E402
 from trainer.training.average.ema import Average  # noqa: E402
 from trainer.training.optimizer_state import (  # noqa: E402
@@ -300,6 +300,7 @@ class Engine:
         self._standstill.end()
         if self.average is not None and not self.step_was_skipped():
             self.average.update()
+        give_back_excess()
 
     def leave_out(self) -> None:
         """Drop the gradient of this window: nothing is updated, and step_was_skipped() says so.

@@ -93,6 +93,27 @@ FAULTS = [
     ),
     Fault(
         "trainer/runtime/host_memory.py",
+        "    _is_empty = True\n    _return_free()",
+        "    _is_empty = True",
+        why="the heap grows with every length of a step",
+        tests=f"{KEPT} -k beyond_a_step",
+    ),
+    Fault(
+        "trainer/runtime/host_memory.py",
+        "max(_needed, held)",
+        "held",
+        why="a short step makes every longer one give back",
+        tests=f"{KEPT} -k heap_has_grown",
+    ),
+    Fault(
+        "trainer/runtime/host_memory.py",
+        "if held <= (1 + KEPT) * _needed:",
+        "if held < _needed:",
+        why="equal steps give everything back and take it anew",
+        tests=f"{KEPT} -k equal_steps",
+    ),
+    Fault(
+        "trainer/runtime/host_memory.py",
         "        if _is_kept:\n            _set(mmap=_NEVER",
         "        if False:\n            _set(mmap=_NEVER",
         why="a run under ZeRO-3 takes its memory anew at each step",

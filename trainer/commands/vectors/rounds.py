@@ -195,12 +195,10 @@ def rounds(
     then one table. Every round is an experiment of its own. Killed, the same command goes on.
     """
     from trainer.rounds import dictionaries
-    from trainer.runtime import device_defaults
 
     own = dictionaries.checked(which.values(), which.data_path)
     mining.verdict()
     dictionaries.refuse_no_teacher(own, has_judge=mining.judge is not None)
-    device_defaults.before_torch()
     from trainer.launch.ending import leave
     from trainer.rounds.leaks import Guard
     from trainer.rounds.loop import run_rounds, table

@@ -136,17 +136,18 @@ RERANKER_MINILM_SCIFACT: Values = {
     "form": "cross",
     "base": MINILM_BASE,
     "train": {
-        "steps": 368,
+        "steps": 138,
         "global_batch": 16,
         "micro_batch": 16,
         "eval_batch": 8,
-        "precision": "fp32",
+        "precision": "bf16",
         "log_every": 4,
-        "eval_every": 92,
+        "eval_every": 46,
         "save_every": 46,
         "best": "valid/ndcg@10",
         "best_is": "max",
     },
+    "dropout": 0.0,
     "optim": {"lr": 5e-5, "weight_decay": 0.01},
     "schedule": {"shape": "linear", "warmup_ratio": 0.1},
     "data": {
@@ -162,7 +163,8 @@ RERANKER_MINILM_SCIFACT: Values = {
 }
 MINILM_SCIFACT_TAUGHT = vary(
     MINILM_SCIFACT,
-    train={"steps": 48, "micro_batch": 64},
+    train={"steps": 92, "micro_batch": 64, "eval_every": 23, "save_every": 23, "precision": "bf16"},
+    dropout=0.0,
     loss={
         "matryoshka": {"dims": [384, 96]},
         "distillation": {"kind": "kl", "coefficient": 1.0, "teacher_temperature": 1.0},
@@ -174,7 +176,7 @@ MINILM_SCIFACT_TAUGHT["data"] = {
     "valid_share": 0.08,
     "query_tokens": 64,
     "passage_tokens": 256,
-    "passages": 4,
+    "passages": 3,
 }
 MINILM_NQ = vary(
     MINILM_SCIFACT,
