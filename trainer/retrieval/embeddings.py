@@ -129,7 +129,7 @@ class StoredVectors:
         it cannot be read, or these are others.
         """
         path = self.folder / self.shards[number].name
-        again = "Delete it, if it is there, and run the same encode command again: it makes it anew."
+        again = "Delete it if it is there, and run the same encode command again: it is made anew."
         try:
             found: Any = read(path)
         except LatheError:
