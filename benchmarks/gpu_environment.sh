@@ -13,6 +13,7 @@ set -euo pipefail
 here="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-python3}"
 packages=(
+  liger-kernel==0.8.5
   deepspeed==0.19.8 hjson einops msgpack ninja py-cpuinfo psutil==7.2.2
   pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
   accelerate==1.15.0 peft==0.21.2 ijson==3.6.0 wandb==0.31.0 haven-ai==0.7.3

@@ -1,11 +1,14 @@
 """What a step would take at an H200's rates, by counting: nothing is computed, no GPU needed.
 
-    python benchmarks/roofline.py [--shape NAME ...] [--micro_batch N]
+    python benchmarks/roofline.py [--shape NAME ...] [--micro_batch N] [--liger]
 
 Forward and backward of one micro-batch of a published shape on the memory plan's fake device. Every
 operator takes the longer of its FLOPs at the peak and its bytes, read and written once, at the
 memory's rate; share = FLOPs / (time x peak). The kernels' launches are counted apart: where they
 take longer, they decide. What a Triton kernel does is not seen; shapes here attend without.
+
+--liger: with the kernels of liger-kernel. It need not be installed, for on the fake device each of
+its kernels is one operator of torch.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu_shapes import SHAPES, Shape, bigcode
+from trainer import switches
 from trainer.plan.memory.fake_device import FAKE_GPU, fake_device
 
 # An H200's: dense bf16 of NVIDIA's data sheet, what copies reach of its memory, and what the host
@@ -136,10 +140,11 @@ def batch_of(task: Any, rows: int) -> Any:
     return task.collate([{**encoded, DRAW: zero, EPOCH: zero}] * rows)
 
 
-def _apart(name: str, micro_batch: int | None) -> dict[str, Any]:
+def _apart(name: str, micro_batch: int | None, *, has_liger: bool) -> dict[str, Any]:
     """counted() in a process of its own, which ends as the plan's do (memory/fake_step.py)."""
     argv = [sys.executable, "-W", "ignore", __file__, "--one", name]
     argv += [] if micro_batch is None else ["--micro_batch", str(micro_batch)]
+    argv += ["--liger"] if has_liger else []
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -150,13 +155,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", nargs="*", default=list(DEFAULT), choices=list(NAMED))
     parser.add_argument("--micro_batch", type=int)
+    parser.add_argument("--liger", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
+        switches.has_liger = lambda: given.liger
         print(json.dumps(counted(given.one, given.micro_batch)), flush=True)
         os._exit(0)
     for name in given.shape:
-        found = _apart(name, given.micro_batch)
+        found = _apart(name, given.micro_batch, has_liger=given.liger)
         print(
             f"{name}: {found['tflop']:.1f} TFLOP, {found['ms']:.1f} ms, "
             f"{found['share_of_peak']:.1%} of peak, {found['kernels']} kernels "

@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LATHE_EXAMINE", "off")  # 2 CPU seconds of every run with a new cache
 if shutil.which("nvidia-smi") is None:  # before anything imports Triton, which looks once
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("LATHE_LIGER", "0")  # a pretended GPU would ask the interpreter
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("any machine", deadline=None)

@@ -355,6 +355,7 @@ PASSAGES = wording(
 ) | wording(
     ConfigError,
     switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
+    liger_needs_gpu="liger-kernel's kernels run on a CUDA GPU, and this run has a processor",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
     valid_or_share="--valid_queries ...and --valid_share: got {got}, want one",
@@ -1015,7 +1016,7 @@ CHECKPOINTS = (
         run_of_others="{file} is of another experiment",
         mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
-        kernels_changed="the run began with LATHE_CPU_KERNELS={was} and the environment says {now}",
+        kernels_changed="the run began with {switch}={was} and here it is {now}: losses",
         run_changed="changed since the run began: {key} (was {was}",
     )
 )

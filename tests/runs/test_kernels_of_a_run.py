@@ -30,7 +30,7 @@ def test_a_run_that_began_with_other_kernels_is_refused_and_goes_on_with_its_own
     monkeypatch.setenv(CPU_KERNELS, other)
     done = command(folder, tmp_path / "runs", values)
     assert done.returncode == 2, done.stdout + done.stderr
-    says("kernels_changed", done.stderr, was=began, now=other)
+    says("kernels_changed", done.stderr, switch=CPU_KERNELS, was=began, now=other)
     monkeypatch.setenv(CPU_KERNELS, began)
     done = command(folder, tmp_path / "runs", values)
     assert done.returncode == 0, done.stdout + done.stderr

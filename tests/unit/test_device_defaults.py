@@ -10,10 +10,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.facts import experiment, write_facts
 from tests.fake_cuda import install
 from tests.forked import ROOT, TRAINVAL, run
 from tests.ranks import run_alone
+from tests.wording import refused
+from trainer import switches
 from trainer.runtime import device_defaults
 from trainer.runtime.device_defaults import DeviceDefaults
 
@@ -28,6 +32,32 @@ def test_fp32_multiplies_by_tf32_unless_it_is_told_not_to() -> None:
     assert chosen("fp32").allows_tf32
     assert not chosen("fp32", LATHE_TF32="0").allows_tf32
     assert not chosen("bf16").allows_tf32
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "compiles", "word", "said"),
+    [
+        (True, False, "", "rotations and gated layers: liger-kernel's (LATHE_LIGER=0: torch's)"),
+        (True, True, "1", "liger-kernel's kernels outside of them (LATHE_LIGER=0: torch's)"),
+        (True, False, "0", "rotations and gated layers: torch's (LATHE_LIGER=0)"),
+        (False, False, "", "rotations and gated layers: torch's (liger-kernel is not installed)"),
+    ],
+)
+def test_a_gpu_says_whose_kernels_its_blocks_use(
+    is_installed: bool, compiles: bool, word: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switches, "has_liger", lambda: is_installed)
+    monkeypatch.setattr(device_defaults, "has_liger", lambda: is_installed)
+    how: Any = {"optimizer": "adamw", "has_triton": True, "environment": {"LATHE_LIGER": word}}
+    lines = DeviceDefaults.of_experiment("bf16", compiles=compiles, **how).lines()
+    assert len(lines) == 4
+    assert lines[2].endswith(f"; {said}")
+
+
+def test_kernels_of_a_gpu_are_refused_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATHE_LIGER", "1")
+    with refused("liger_needs_gpu"):
+        device_defaults.settle("fp32", optimizer="adamw", compiles=False)
 
 
 def test_a_run_on_a_gpu_says_what_was_chosen_and_one_on_a_cpu_has_nothing_to_say(

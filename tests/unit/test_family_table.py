@@ -20,7 +20,8 @@ def test_every_class_and_key_of_a_row_is_in_transformers(row: Family) -> None:
     config = CONFIG_MAPPING[row.model_type]()
     package = type(config).__module__.rpartition(".")[0]
     modeling = import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
-    for name in (row.rms_norm, row.feed_forward, row.gated):
+    rotation = "apply_rotary_pos_emb" if row.turns_halves else None
+    for name in (row.rms_norm, row.upcast_norm, row.feed_forward, row.gated, rotation):
         assert name is None or hasattr(modeling, name)
     assert row.scale_key is None or hasattr(config, row.scale_key)
 

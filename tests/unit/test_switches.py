@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 from tests.facts import experiment
 from tests.wording import refused
+from trainer import switches
+from trainer.launch import run_folder
 from trainer.launch.run_folder import (
     _of_kernels as kernels_of,  # pyright: ignore[reportPrivateUsage]
 )
@@ -17,10 +20,19 @@ from trainer.models.processor.row_attention import is_here
 from trainer.plan.memory.measure import MeasureRequest
 from trainer.plan.memory.measure import _key as key_of  # pyright: ignore[reportPrivateUsage]
 from trainer.runtime import device_defaults
-from trainer.switches import CPU_KERNELS, EXAMINE, KEEP_MEMORY, TF32, is_on, keeps_memory
+from trainer.switches import (
+    CPU_KERNELS,
+    EXAMINE,
+    KEEP_MEMORY,
+    LIGER,
+    TF32,
+    is_on,
+    keeps_memory,
+    uses_liger,
+)
 
 
-@pytest.mark.parametrize("name", [CPU_KERNELS, KEEP_MEMORY, TF32, EXAMINE])
+@pytest.mark.parametrize("name", [CPU_KERNELS, KEEP_MEMORY, TF32, LIGER, EXAMINE])
 @pytest.mark.parametrize("word", ["yes", "true", "2", " 1", "On"])
 def test_a_word_that_a_switch_does_not_know_is_refused_before_a_run(
     name: str, word: str, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +84,7 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(
     path.write_text(json.dumps({"identity": {}, **said}))
     assert kernels_of(path) == said
     monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
-    with refused("kernels_changed", was=int(began), now=int(not began)):
+    with refused("kernels_changed", switch=CPU_KERNELS, was=int(began), now=int(not began)):
         kernels_of(path)
 
 
@@ -86,3 +98,64 @@ def test_a_step_measured_with_one_kind_of_kernels_is_not_read_for_the_other(
     assert key_of(request, "program") != without
     monkeypatch.setenv(CPU_KERNELS, "0")
     assert key_of(request, "program") == without
+
+
+def test_kernels_of_a_gpu_are_those_that_are_installed_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_installed in (False, True):
+        monkeypatch.setattr(switches, "has_liger", lambda is_there=is_installed: is_there)
+        assert uses_liger({}) is is_installed
+        assert not uses_liger({LIGER: "0"})
+        with refused("switch_word", name=LIGER, word="yes", on="1", off="0"):
+            uses_liger({LIGER: "yes"})
+    assert uses_liger({LIGER: "1"})
+    monkeypatch.setattr(switches, "has_liger", lambda: False)
+    with refused("extra_not_installed", name="liger-kernel", extra="gpu"):
+        uses_liger({LIGER: "1"})
+
+
+def test_kernels_of_a_gpu_need_their_library_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"liger_kernel", "triton"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in there or None)
+    has_liger = switches.has_liger.__wrapped__
+    assert has_liger()
+    for name in tuple(there):
+        there.remove(name)
+        assert not has_liger()
+        there.add(name)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_run_goes_on_with_the_kernels_of_a_gpu_that_it_began_with(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.json"
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    monkeypatch.setattr(switches, "has_liger", lambda: True)
+    monkeypatch.setattr(run_folder, "is_gpu", lambda: True)
+    monkeypatch.setenv(LIGER, str(int(began)))
+    said = kernels_of(path)
+    assert said == ({"liger": True} if began else {})
+    path.write_text(json.dumps({"identity": {}, **said}))
+    assert kernels_of(path) == said
+    monkeypatch.setenv(LIGER, str(int(not began)))
+    with refused("kernels_changed", switch=LIGER, was=int(began), now=int(not began)):
+        kernels_of(path)
+    # on a processor, which has none of them, the run keeps what it says
+    monkeypatch.setattr(run_folder, "is_gpu", lambda: False)
+    assert kernels_of(path) == said
+
+
+def test_a_step_planned_for_a_gpu_with_its_kernels_is_not_read_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switches, "has_liger", lambda: True)
+    keys: dict[tuple[str, str], str] = {}
+    for device in ("fakegpu", "cpu"):
+        request = MeasureRequest(experiment("retriever", tmp_path), "train", [], device=device)
+        for word in ("0", "1"):
+            monkeypatch.setenv(LIGER, word)
+            keys[device, word] = key_of(request, "program")
+    assert keys["fakegpu", "0"] != keys["fakegpu", "1"]
+    assert keys["cpu", "0"] == keys["cpu", "1"]

@@ -29,7 +29,7 @@ from trainer.protocol.abilities import ArrangesRows, LearnsFromTeacher
 from trainer.runtime import distributed
 from trainer.runtime.distributed import is_gpu, on_main
 from trainer.survival import groups, lifeline
-from trainer.switches import CPU_KERNELS, is_on
+from trainer.switches import CPU_KERNELS, LIGER, is_on, uses_liger
 from trainer.telemetry.console_file import kept_console
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
@@ -55,7 +55,8 @@ WRITTEN_AGAIN = (
     "memory_plan.json",
 )
 _TEACHER = "teacher"  # the key of its digest in data.json
-_KERNELS = "cpu_kernels"  # the key of data.json, where LATHE_CPU_KERNELS=1 is set
+# keys of data.json, by the switch of these kernels; a run without them has no key
+_KERNELS = {CPU_KERNELS: "cpu_kernels", LIGER: "liger"}
 _TOPICS = "topics of data.batches"  # the key of their digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
@@ -309,20 +310,31 @@ def check_identity(
 
 
 def _of_kernels(path: Path) -> dict[str, bool]:
-    """What data.json (`path`) says of the kernels of a processor: nothing, where they are off.
-    ResumeError when the run began with others, whose losses have other last bits.
+    """What data.json (`path`) says of the kernels that a run computes by: nothing of those that are
+    off. ResumeError when the run began with others, whose losses have other last bits.
     """
     is_there = path.exists() and not _problem(path, _is_identity)
-    began = _read(path).get(_KERNELS, False) if is_there else None
-    # a GPU has none of them; a processor on which the run goes on afterwards does
-    now = bool(began) if is_gpu() else is_on(CPU_KERNELS, os.environ, default=False)
-    if began not in (None, now):
-        raise ResumeError(
-            f"{path.parent}: cannot resume, the run began with {CPU_KERNELS}={int(began)} and the "
-            f"environment says {int(now)}: losses would have other last bits.\nSet {CPU_KERNELS}="
-            f"{int(began)}, or start over with -r 1 (the old folder is moved aside)."
-        )
-    return {_KERNELS: True} if now else {}
+    record = _read(path) if is_there else None
+    used: dict[str, bool] = {}
+    for switch, key in _KERNELS.items():
+        began = None if record is None else bool(record.get(key, False))
+        # the kernels of the other kind of device stay as they are, for when the run is there again
+        now = _uses(switch) if is_gpu() == (switch == LIGER) else bool(began)
+        if began not in (None, now):
+            raise ResumeError(
+                f"{path.parent}: cannot resume, the run began with {switch}={int(began)} and here "
+                f"it is {int(now)}: losses would have other last bits.\nSet {switch}="
+                f"{int(began)}, or start over with -r 1 (the old folder is moved aside)."
+            )
+        if now:
+            used[key] = True
+    return used
+
+
+def _uses(switch: str) -> bool:
+    if switch == LIGER:
+        return uses_liger(os.environ)
+    return is_on(switch, os.environ, default=False)
 
 
 def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
 from trainer.models.frozen import quantized
-from trainer.models.lean import gated
+from trainer.models.lean import gated, liger
 from trainer.models.weights import absent, config_file, generation_file, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
@@ -87,6 +87,7 @@ def _mend(model: PreTrainedModel, bits: quantized.Bits | None, precision: str) -
     masks.mend_attention(model)
     fused.fuse(model)
     gated.keep_less(model)
+    liger.put_into(model)
     generation_file.keep_ids_alone(model)
     return model
 

@@ -31,6 +31,12 @@ class Family:
     # The class of its RMS norms, if they multiply by `weight`, which one kernel of torch does. Not
     # Gemma's, which multiply by 1 + weight.
     rms_norm: str | None = None
+    # The class of its RMS norms, if they multiply by weight + norm_offset in fp32 and round once.
+    upcast_norm: str | None = None
+    norm_offset: float = 0.0
+    # Its apply_rotary_pos_emb turns the first half of a head with its second; Cohere's turns
+    # neighbours.
+    turns_halves: bool = False
     # The class of its feed-forward layers if they are T5's: wo(dropout(act(wi(states)))).
     feed_forward: str | None = None
     # The class of its feed-forward layers if they are gated: down(act(gate) * up).
@@ -66,6 +72,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="LlamaRMSNorm",
         gated="LlamaMLP",
+        turns_halves=True,
     ),
     Family(
         model_type="mistral",
@@ -73,6 +80,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="MistralRMSNorm",
         gated="MistralMLP",
+        turns_halves=True,
     ),
     Family(
         model_type="qwen2",
@@ -80,6 +88,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Qwen2RMSNorm",
         gated="Qwen2MLP",
+        turns_halves=True,
     ),
     Family(
         model_type="qwen3",
@@ -87,6 +96,7 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Qwen3RMSNorm",
         gated="Qwen3MLP",
+        turns_halves=True,
     ),
     Family(
         model_type="phi3",
@@ -94,12 +104,15 @@ _TABLE = (
         reader="rotary_decoder",
         rms_norm="Phi3RMSNorm",
         gated="Phi3MLP",
+        turns_halves=True,
     ),
     Family(
         model_type="olmo2",
         name="OLMo 2",
         reader="rotary_decoder",
         gated="Olmo2MLP",
+        upcast_norm="Olmo2RMSNorm",
+        turns_halves=True,
         rotates_in_fp32=True,
     ),
     Family(
@@ -107,12 +120,18 @@ _TABLE = (
         name="Gemma 2",
         reader="rotary_decoder",
         gated="Gemma2MLP",
+        upcast_norm="Gemma2RMSNorm",
+        norm_offset=1.0,
+        turns_halves=True,
     ),
     Family(
         model_type="gemma3_text",
         name="Gemma 3",
         reader="rotary_decoder",
         gated="Gemma3MLP",
+        upcast_norm="Gemma3RMSNorm",
+        norm_offset=1.0,
+        turns_halves=True,
         becomes_halves_of="t5gemma2",
     ),
     # T5 v1.1, flan-T5 and ByT5 have this model_type, too.
@@ -157,12 +176,16 @@ _TABLE = (
         model_type="t5gemma",
         name="T5Gemma",
         gated="T5GemmaMLP",
+        upcast_norm="T5GemmaRMSNorm",
+        norm_offset=1.0,
         start_key="decoder.bos_token_id",
     ),
     Family(
         model_type="t5gemma2",
         name="T5Gemma 2",
         gated="T5Gemma2MLP",
+        upcast_norm="T5Gemma2RMSNorm",
+        norm_offset=1.0,
         start_key="decoder.bos_token_id",
         reads_pictures=True,
     ),
@@ -199,6 +222,7 @@ _TABLE = (
         name="Granite",
         reader="stock",
         gated="GraniteMLP",
+        turns_halves=True,
     ),
     Family(
         model_type="cohere",

@@ -10,7 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.switches import CPU_KERNELS, KEEP_MEMORY, TF32, is_on, refuse_other_words
+from trainer.errors import ConfigError
+from trainer.switches import (
+    CPU_KERNELS,
+    KEEP_MEMORY,
+    LIGER,
+    TF32,
+    has_liger,
+    is_on,
+    refuse_other_words,
+    uses_liger,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +38,7 @@ class DeviceDefaults:
     has_triton: bool  # then long rows of a T5 use the stream kernel
     optimizer: str
     compiles: bool
+    has_liger: bool  # then rotations, gated layers and some norms are kernels of liger-kernel
 
     @classmethod
     def of_experiment(
@@ -41,11 +52,20 @@ class DeviceDefaults:
     ) -> DeviceDefaults:
         """From the experiment's precision, optimizer and `compile`, and what is installed.
 
-        environment: LATHE_TF32=0 keeps fp32 products exact; PYTORCH_CUDA_ALLOC_CONF stays as it is.
+        environment: LATHE_TF32=0 keeps fp32 products exact; LATHE_LIGER=0 leaves liger-kernel out,
+        and 1 is a ConfigError where it is not installed; PYTORCH_CUDA_ALLOC_CONF stays as it is.
         """
         allows_tf32 = precision == "fp32" and is_on(TF32, environment, default=True)
         allocator = environment.get(_ALLOCATOR, "torch's own")
-        return cls(precision, allows_tf32, allocator, has_triton, optimizer, compiles)
+        return cls(
+            precision,
+            allows_tf32,
+            allocator,
+            has_triton,
+            optimizer,
+            compiles,
+            has_liger=uses_liger(environment),
+        )
 
     def lines(self) -> list[str]:
         """The settings as text for a person."""
@@ -65,9 +85,18 @@ class DeviceDefaults:
             f"numbers: {self.precision}{masters.get(self.precision, products)}",
             "attention: torch's flash or memory-efficient kernel, not cuDNN's, which plans anew "
             f"for each shape; long rows of a T5: {streams}",
-            f"optimizer: {kernels[self.optimizer]}; blocks are {blocks}",
+            f"optimizer: {kernels[self.optimizer]}; blocks are {blocks}; {self._of_blocks()}",
             f"copies: pinned, on a stream of their own; allocator: {self.allocator}",
         ]
+
+    def _of_blocks(self) -> str:
+        """Whose kernels rotate, and multiply in gated layers."""
+        if self.has_liger and self.compiles:
+            return f"liger-kernel's kernels outside of them ({LIGER}=0: torch's)"
+        if self.has_liger:
+            return f"rotations and gated layers: liger-kernel's ({LIGER}=0: torch's)"
+        why = f"{LIGER}=0" if has_liger() else "liger-kernel is not installed"
+        return f"rotations and gated layers: torch's ({why})"
 
 
 def before_torch() -> None:
@@ -92,6 +121,9 @@ def before_torch() -> None:
 def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
     """Apply the settings for the GPU of this process and return them; None without a GPU. Without
     one, freed memory is kept for the next step (host_memory.py).
+
+    ConfigError where the environment wants kernels of a GPU and there is none, or where they are
+    not installed.
     """
     import importlib.util
 
@@ -100,6 +132,11 @@ def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults 
     from trainer.runtime import distributed, host_memory
 
     if not distributed.is_gpu():
+        if is_on(LIGER, os.environ, default=False):
+            raise ConfigError(
+                f"{LIGER}=1 in the environment: liger-kernel's kernels run on a CUDA GPU, and this "
+                f"run has a processor. Unset it; {CPU_KERNELS}=1 switches on what a processor has."
+            )
         is_kept = host_memory.keep(os.environ)
         how = f"kept ({KEEP_MEMORY}=0: given back)" if is_kept else "as malloc does it"
         logger.debug("device: a processor; freed memory: %s", how)

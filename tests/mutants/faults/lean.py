@@ -6,6 +6,8 @@ LEAN = "tests/numerics/test_lean.py -m 'not long'"
 ADAPTER = "trainer/models/lean/adapter.py"
 DROPOUT = "trainer/models/lean/dropout.py"
 GATED = "trainer/models/lean/gated.py"
+LIGER = "trainer/models/lean/liger.py"
+OF_LIGER = "tests/numerics/test_liger.py -m 'not long'"
 
 FAULTS = [
     Fault(
@@ -77,5 +79,33 @@ FAULTS = [
         "parent.parent.parent",
         why="a new version shows the memory that the old one needed",
         tests="tests/unit/test_memory_parts.py -k measured_again",
+    ),
+    Fault(
+        LIGER,
+        "is_same = q.dtype == k.dtype and (rounds_back or cos.dtype == q.dtype)",
+        "is_same = True",
+        why="on a GPU a Llama that turns in fp32 is rounded to bf16 without a word",
+        tests=f"{OF_LIGER} -k rounded_back",
+    ),
+    Fault(
+        LIGER,
+        "return _PRODUCTS.get(type(act).__name__) if is_whole else None",
+        "return _PRODUCTS.get(type(act).__name__)",
+        why="on a GPU the library reads halves of one tensor of Phi-3 as two tensors",
+        tests=f"{OF_LIGER} -k does_not_know",
+    ),
+    Fault(
+        LIGER,
+        'if torch.compiler.is_compiling() or x.device.type in ("cpu", "meta"):',
+        "if torch.compiler.is_compiling():",
+        why="a processor asks for kernels of a GPU",
+        tests=f"{OF_LIGER} -k only_a_gpu",
+    ),
+    Fault(
+        GATED,
+        "ctx.is_spent = True",
+        "pass",
+        why="a second backward pass reads gradients for activations",
+        tests=f"{OF_LIGER} -k second_backward",
     ),
 ]

@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/measure.py",
-        '"base": shapes, **of_processor,',
+        '"base": shapes, **kernels,',
         '"base": shapes,',
         why="a plan shows the memory of the other kernels of a processor",
         tests=f"{SWITCHES} -k one_kind",

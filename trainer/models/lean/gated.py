@@ -2,7 +2,8 @@
 
 down(act(gate) * up): stock torch keeps act(gate), too, and all steps of an activation that is
 written in several; adapters in `down` keep the product. Here both are computed again in the
-backward pass, by the code of the model, so that no bit changes.
+backward pass, by the code of the model, so that no bit changes; on a GPU with liger-kernel by its
+kernels (liger.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.models.families import FAMILIES
 from trainer.models.fused import like, stock_of
+from trainer.models.lean import liger
 from trainer.models.lean.dropout import TorchDraw, rate_of
 from trainer.models.lean.remade import Remade, call
 
@@ -98,16 +100,25 @@ def _product(
     """dropout(act(gate) * up), and how it is made again in a backward pass."""
     draw = TorchDraw(gate.device, rate_of(dropout))
     # its forward(): hooks, such as ZeRO-3's, would run again in the backward pass
-    activation = act.forward
+    product = liger.product_of(act, gate, up) or _Spelt(act.forward)
     if not torch.is_grad_enabled():
-        return draw.first(activation(gate) * up).values, None
-    made: Any = _Product.apply(gate, up, activation, draw)
+        return draw.first(product.forward(gate, up)).values, None
+    made: Any = _Product.apply(gate, up, product, draw)
     inner, *kept = made
 
     def remake(gate: Tensor, up: Tensor, *kept: Tensor) -> Tensor:
-        return draw.again(activation(gate) * up, None, *kept).values
+        return draw.again(product.forward(gate, up), None, *kept).values
 
     return inner, Remade(remake, (gate, up, *kept))
+
+
+class _Spelt(NamedTuple):
+    """act(gate) * up by the code of the model."""
+
+    act: Activation
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act(gate) * up
 
 
 class _Product(torch.autograd.Function):
@@ -115,23 +126,31 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gate: Tensor, up: Tensor, act: Activation, draw: TorchDraw
+        ctx: Any, gate: Tensor, up: Tensor, product: _Spelt | liger.Product, draw: TorchDraw
     ) -> tuple[Tensor, ...]:
-        values, kept = draw.first(act(gate) * up)
+        values, kept = draw.first(product.forward(gate, up))
         ctx.save_for_backward(gate, up, *kept)
         ctx.mark_non_differentiable(*kept)
-        ctx.act, ctx.draw, ctx.is_dropped = act, draw, draw.rate > 0.0
+        ctx.product, ctx.draw, ctx.is_dropped = product, draw, draw.rate > 0.0
+        ctx.is_spent = False
         return values, *kept
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up, *kept = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
-            opened = ctx.act(leaf)
+        is_spelt = isinstance(ctx.product, _Spelt)
+        leaf = opened = gate  # what the library needs of it: its shape
+        if is_spelt:
+            with torch.enable_grad():
+                leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
+                opened = ctx.product.act(leaf)
         if ctx.is_dropped:
             gradient = ctx.draw.again(opened.detach(), gradient.clone(), *kept).gradient
+        if not is_spelt:
+            assert not ctx.is_spent, "gate and up were overwritten by an earlier backward pass"
+            ctx.is_spent = True
+            return *ctx.product.backward(gradient, gate, up), None, None
         of_gate = of_up = None
         if ctx.needs_input_grad[0]:
             (of_gate,) = torch.autograd.grad(opened, leaf, gradient * up)

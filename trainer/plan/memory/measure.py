@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
 from trainer.config.identity import digest
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json, write_json
-from trainer.switches import CPU_KERNELS, is_on
+from trainer.switches import CPU_KERNELS, is_on, uses_liger
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places
@@ -277,9 +277,12 @@ def _key(request: MeasureRequest, program: str) -> str:
     shapes = [_shape_of(request.experiment.get("base"))]
     if request.kind == "teach":
         shapes.append(_shape_of(request.experiment["teacher"].get("base")))
-    has_kernels = is_on(CPU_KERNELS, os.environ, default=False)
-    of_processor = {"cpu_kernels": True} if has_kernels else {}
-    return digest({"program": program, "base": shapes, **of_processor, **vars(request)})
+    kernels: dict[str, bool] = {}
+    if is_on(CPU_KERNELS, os.environ, default=False):
+        kernels["cpu_kernels"] = True
+    if request.device != "cpu" and uses_liger(os.environ):
+        kernels["liger"] = True
+    return digest({"program": program, "base": shapes, **kernels, **vars(request)})
 
 
 def _shape_of(base: Any) -> str:
