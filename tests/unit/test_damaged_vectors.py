@@ -159,23 +159,27 @@ def test_what_is_lost_of_a_finished_folder_is_made_again_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "code"),
+    ("form", "name"),
     [
-        ("bi", "ids.txt", "ids_of_others"),
-        ("sparse", "ids.txt", "ids_of_others"),
-        ("late", "ids.txt", "ids_of_others"),
-        ("late", "offsets.npy", "offsets_of_others"),
+        ("bi", "ids.txt"),
+        ("sparse", "ids.txt"),
+        ("late", "ids.txt"),
+        ("late", "offsets.npy"),
     ],
 )
 def test_a_file_beside_the_shards_is_refused_and_written_again_without_a_model(
-    form: str, name: str, code: str, tmp_path: Path
+    form: str, name: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "v"
     written(form, folder)
     wanted, path = content(folder), folder / name
     for altered in (None, flipped(wanted[name], len(wanted[name]) - 2, 0)):
         path.unlink() if altered is None else path.write_bytes(altered)
-        with refused(code, folder=folder, fix=f"Delete {folder / 'meta.json'}"):
+        fields = {"folder": folder, "fix": f"Delete {folder / 'meta.json'}"}
+        is_ids = name == "ids.txt"
+        with (
+            refused("ids_of_others", **fields) if is_ids else refused("offsets_of_others", **fields)
+        ):
             told(form, folder)
         (folder / "meta.json").unlink()
         encoded: list[str] = []
