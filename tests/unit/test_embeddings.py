@@ -274,7 +274,8 @@ def test_the_files_of_the_folder_are_those_of_the_first_version(tmp_path: Path) 
         wanted[f"{name}.npy"] = shard
         wanted[f"{name}.json"] = text({**records[-1], "rows": len(vectors), "dim": 4})
     wanted["plan.json"] = text(stated)
-    wanted["meta.json"] = text({"format": 1, **stated, "dim": 4, "shards": records})
+    of_ids = {"ids_sha256": hashlib.sha256(wanted["ids.txt"]).hexdigest()}  # later than the first
+    wanted["meta.json"] = text({"format": 1, **stated, "dim": 4, **of_ids, "shards": records})
     assert content(folder) == wanted
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests import forked
 from tests.facts import experiment, facts, write_facts
 from tests.forked import TRAINER
-from tests.wording import Fault, fault, says
+from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
@@ -156,6 +156,31 @@ def test_a_command_that_was_killed_goes_on_and_two_processes_share_the_rest(
         assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run.trec").read_bytes() == ranked.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["run.trec"]
+
+
+def test_scores_that_were_altered_are_refused_and_lost_ones_are_computed_again(
+    tmp_path: Path,
+) -> None:
+    lists = [(f"q{n}", [{"text": "a"}, {"text": "b"}]) for n in range(5)]
+    plan = reranking.ScoresPlan("m", reranking.digest_of(lists), len(lists), 2, "fp32")
+    scored: list[str] = []
+
+    def scorer(of_shard: Any) -> np.ndarray:
+        scored.extend(question for question, _ in of_shard)
+        return np.arange(2 * len(of_shard), dtype=np.float32) + float(of_shard[0][0][1:])
+
+    wanted = reranking.scores_of(tmp_path / "s", lists, scorer, plan=plan)
+    shard = tmp_path / "s" / "scores-00001.npy"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with refused("vectors_altered", at=shard.name):
+        reranking.scores_of(tmp_path / "s", lists, scorer, plan=plan)
+    for lose in (shard.unlink, lambda: shard.write_bytes(whole[:-1])):
+        lose()
+        scored.clear()
+        again = reranking.scores_of(tmp_path / "s", lists, scorer, plan=plan)
+        assert scored == ["q2", "q3"]
+        assert [one.tolist() for one in again] == [one.tolist() for one in wanted]
 
 
 def test_training_rows_get_the_scores_of_a_teacher_positives_first(

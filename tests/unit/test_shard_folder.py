@@ -5,9 +5,11 @@ number of ranks.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.ranks import run_on_ranks
 from tests.wording import refused
 from trainer.data.shard_folder import META, PLAN, ShardFolder
 from trainer.errors import ConfigError, LatheError, StorageError
+from trainer.switches import CPU_KERNELS
 
 COUNT = 5
 GIVEN: dict[str, Any] = {"format": 1, "model": "m", "shard_size": 3}
@@ -200,3 +203,22 @@ def test_every_rank_is_told_of_a_refusal(tmp_path: Path) -> None:
     }.items():
         path = str(tmp_path / name)
         assert run_on_ranks(2, partial(_refusals, path), COUNT + 2) == [said.format(path)] * 2
+
+
+def test_a_plan_notes_the_kernels_and_whoever_reads_it_does_not_meet_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = replace(folder_in(tmp_path), notes_kernels=True)
+    monkeypatch.setenv(CPU_KERNELS, "1")
+    wanted = {"model": "m", "shard_size": 3}
+    assert shards.begin(GIVEN, choice="shard_size") == wanted
+    assert json.loads((tmp_path / PLAN).read_text()) == {**GIVEN, CPU_KERNELS: "1"}
+    assert shards.begin(GIVEN, choice="shard_size") == wanted
+    assert shards.read(PLAN, dict) == wanted
+    monkeypatch.setenv(CPU_KERNELS, "0")
+    with refused("vectors_of_others", key=CPU_KERNELS, was="1", now="0"):
+        shards.begin(GIVEN, choice="shard_size")
+    other = folder_in(tmp_path / "other")  # what does not depend on them
+    assert other.begin(GIVEN, choice="") == wanted
+    monkeypatch.setenv(CPU_KERNELS, "1")
+    assert other.begin(GIVEN, choice="") == wanted

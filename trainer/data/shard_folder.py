@@ -12,6 +12,7 @@ whatever the number of ranks: a restart writes those without a record and nothin
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from trainer.errors import ConfigError, DataError, LatheError, StorageError, Use
 from trainer.files.atomic import aside, refusals, size_of, write_json
 from trainer.files.safetensors_file import Block, WrittenFile, write_blocks
 from trainer.runtime import distributed
+from trainer.switches import CPU_KERNELS, is_on
 
 T = TypeVar("T")
 Values = dict[str, Any]  # a JSON object
@@ -43,6 +45,8 @@ class ShardFolder:
     command: str  # that writes the folder
     refusal: type[UserError]  # raised when the plan can be neither read nor written
     flag: str = "--out"  # what names the folder
+    # whether the plan says with which kernels of a processor (decision 41) the shards are made
+    notes_kernels: bool = False
 
     @property
     def is_begun(self) -> bool:
@@ -66,10 +70,18 @@ class ShardFolder:
             return None
 
     def read(self, name: str, convert: Callable[[Values], T]) -> T:
-        """`convert` of the object in plan.json or meta.json, without its format.
+        """`convert` of the object in plan.json or meta.json, without its format and its kernels.
 
         DataError when it cannot be read, or `convert` misses or does not know a key.
         """
+
+        def without_kernels(values: Values) -> T:
+            values.pop(CPU_KERNELS, None)  # of the environment, and no key of a plan
+            return convert(values)
+
+        return self._read(name, without_kernels)
+
+    def _read(self, name: str, convert: Callable[[Values], T]) -> T:
         path = self.path / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +110,7 @@ class ShardFolder:
             lock.release()
 
     def _claim(self, lock: FileLock) -> None:
-        if self.is_finished:
+        if self.is_finished and self.is_whole(self.read(META, lambda meta: len(meta["shards"]))):
             return
         with refusals(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,15 +126,17 @@ class ShardFolder:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
         choice: the one key that may differ; the folder's value of it counts. usual: what holds
-        where a plan does not say a key. ConfigError when another key differs.
+        where a plan does not say a key. ConfigError when another key differs, or the kernels.
         """
+        usual = {**(usual or {}), CPU_KERNELS: "0"}
+        stated = {**plan, CPU_KERNELS: "1"} if self.notes_kernels and _has_kernels() else plan
         try:
-            begun = {**(usual or {}), **distributed.on_main(lambda: self._begun(plan))}
+            begun = {**usual, **distributed.on_main(lambda: self._begun(stated))}
         except UserError as error:
             raise self.refusal(str(error)) from error
         differences = "; ".join(
             f"{name} was {begun.get(name)!r}, is {value!r}"
-            for name, value in json.loads(json.dumps({**(usual or {}), **plan})).items()
+            for name, value in json.loads(json.dumps({**usual, **stated})).items()
             if name not in (choice, "format") and begun.get(name) != value
         )
         if differences:
@@ -130,6 +144,7 @@ class ShardFolder:
                 f"{self.path} was begun with something else ({differences}). Name a new "
                 f"{self.flag}, or delete this folder."
             )
+        del begun[CPU_KERNELS]
         return begun
 
     def _begun(self, plan: Values) -> Values:
@@ -143,7 +158,7 @@ class ShardFolder:
             raise ConfigError(
                 f"{self.path} holds other files and no {self.content} of ours. Name a new folder."
             )
-        return self.read(PLAN, dict)
+        return self._read(PLAN, dict)
 
     def missing(self, count: int) -> list[int]:
         """Those of `count` shards that are not whole."""
@@ -199,3 +214,8 @@ class ShardFolder:
         names = [field.name for field in fields(WrittenFile)]
         shards = [{name: record[name] for name in names} for record in records]
         write_json(self.path / META, {"format": FORMAT, **facts(records), "shards": shards})
+
+
+def _has_kernels() -> bool:
+    """Whether a model is run here with the kernels of a processor, whose last bits are others."""
+    return not distributed.is_gpu() and is_on(CPU_KERNELS, os.environ, default=False)

@@ -50,7 +50,8 @@ def text(folder: Path, record: Record) -> str:
     base = _base_name(record)
     if base is not None and may_be_hub_id(base) and "/" in base:
         front_matter.append(f"base_model: {base}")
-    front_matter += ["tags:", "- lathe", f"- {record.experiment['task']}", "---"]
+    front_matter += ["tags:", "- lathe", f"- {record.experiment['task']}"]
+    front_matter += [*_model_index(record, f"{cfg.task} {record.exp_id[:8]}"), "---"]
     what = type(cfg).model_fields["task"].description
     base, name = record.experiment["base"], _base_name(record)
     if name is not None:
@@ -80,6 +81,42 @@ def text(folder: Path, record: Record) -> str:
         + _table(["file", "sha256"], [[f"`{n}`", d] for n, d in record.files.items()]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _model_index(record: Record, name: str) -> list[str]:
+    """The scores as the Hub reads them: the lines of `model-index` in a card's front matter, with a
+    result for each set of validation rows; none without scores.
+
+    Source: huggingface_hub 1.x, repocard_data.model_index_to_eval_results.
+    """
+    by_set: dict[str, dict[str, float]] = {}
+    for score, value in record.scores.items():
+        of_set, _, metric = score.partition("/")
+        if metric:
+            by_set.setdefault(of_set, {})[metric] = value
+    source = record.experiment.get("data", {}).get("source") or "mix"
+    results: list[str] = []
+    for of_set, scores in by_set.items():
+        results += [
+            "  - task:",
+            f"      type: {record.experiment['task']}",
+            "    dataset:",
+            f"      name: {json.dumps(f'{of_set} rows of this run')}",
+            f"      type: {json.dumps(str(source))}",
+            f"      split: {json.dumps(of_set)}",
+            "    metrics:",
+        ]
+        for metric, value in scores.items():
+            results += [f"    - type: {json.dumps(metric)}", f"      value: {_yaml_float(value)}"]
+    if not results:
+        return []
+    return ["model-index:", f"- name: {json.dumps(name)}", "  results:", *results]
+
+
+def _yaml_float(value: float) -> str:
+    """Six digits, with a point before the exponent: without it YAML 1.1 reads 1e-05 as a text."""
+    digits, is_power, power = f"{value:.6g}".partition("e")
+    return f"{digits}{'' if '.' in digits or not is_power else '.0'}{is_power}{power}"
 
 
 def _base_name(record: Record) -> str | None:

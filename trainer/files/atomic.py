@@ -22,12 +22,13 @@ from trainer.errors import ConfigError, LatheError, StorageError
 
 BLOCK = 4 << 20  # bytes read at once
 LARGEST = 64 << 20  # bytes of what is small: the list of 100,000 files of a snapshot is 20 MiB
-FULL = "Free some space, or save elsewhere with --savedir_base."
+ELSEWHERE = "save elsewhere (--savedir_base of a run, --out of other commands)"
+FULL = f"Free some space, or {ELSEWHERE}."
 ADVICE = {
     errno.ENOSPC: FULL,
-    errno.EDQUOT: "Raise the quota, or save elsewhere with --savedir_base.",
-    errno.EROFS: "The file system is read-only: save elsewhere with --savedir_base.",
-    errno.EACCES: "Grant this user write access, or save elsewhere with --savedir_base.",
+    errno.EDQUOT: f"Raise the quota, or {ELSEWHERE}.",
+    errno.EROFS: f"The file system is read-only: {ELSEWHERE}.",
+    errno.EACCES: f"Grant this user write access, or {ELSEWHERE}.",
     errno.EEXIST: "Another process is saving here: run an experiment once at a time.",
 }
 

@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import logging
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -33,6 +32,7 @@ from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import Block, WrittenFile, checksum_problem
 from trainer.protocol.task import Row
 from trainer.retrieval import stored_forms
+from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import Embeds, Side
@@ -86,18 +86,41 @@ class StoredVectors:
     plan: Any
     dim: int
     shards: list[WrittenFile]
+    # None: of an earlier version, which said none
+    ids_sha256: str | None = field(default=None, kw_only=True)
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every text."""
-        with refusals(self.folder / _IDS):
-            ids = (self.folder / _IDS).read_text(encoding="utf-8").split("\n")[:-1]
+        """The id of every text; DataError when the file is not the one that was written."""
+        content = self.content_of(_IDS, self.ids_sha256)
+        try:
+            ids = content.decode().split("\n")[:-1]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.folder / _IDS} cannot be read ({error}). {self._anew}"
+            ) from error
         if len(ids) != self.plan.count:
             raise DataError(
-                f"{self.folder / _IDS} has {len(ids)} ids for {self.plan.count} vectors. Encode "
-                "anew."
+                f"{self.folder / _IDS} has {len(ids)} ids for {self.plan.count} vectors. "
+                f"{self._anew}"
             )
         return ids
+
+    def content_of(self, name: str, sha256: str | None) -> bytes:
+        """The bytes of a small file beside the shards; DataError when it is not there, or has
+        another digest than `sha256`, if that is known.
+        """
+        path = self.folder / name
+        with refusals(path):
+            content = path.read_bytes() if path.is_file() else None
+        if content is None or sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise DataError(f"{path} is not the file that was written. {self._anew}")
+        return content
+
+    @property
+    def _anew(self) -> str:
+        """How a file beside the shards is written again. No text is encoded for it."""
+        return f"Delete {self.folder / META}, and run the same encode command again."
 
     def opened(
         self, number: int, read: Callable[[Path], T], *, shape: tuple[int, ...], dtype: np.dtype
@@ -106,16 +129,16 @@ class StoredVectors:
         it cannot be read, or these are others.
         """
         path = self.folder / self.shards[number].name
+        again = "Delete it if it is there, and run the same encode command again: it is made anew."
         try:
             found: Any = read(path)
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
-            ) from error
+        except LatheError:
+            raise
+        except Exception as error:  # numpy and zipfile have a dozen errors for a damaged header
+            raise DataError(f"{path} cannot be read ({error}). {again}") from error
         if found.shape != shape or found.dtype != dtype:
             raise DataError(
-                f"{path} holds {found.shape} {found.dtype}, want {shape} {self.plan.dtype}. "
-                "Encode anew."
+                f"{path} holds {found.shape} {found.dtype}, want {shape} {self.plan.dtype}. {again}"
             )
         return found
 
@@ -124,7 +147,10 @@ class StoredVectors:
 
         def read(path: Path) -> np.ndarray:
             # torch takes no read-only memory
-            return np.load(path, mmap_mode="c", allow_pickle=False)
+            array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+            if array.offset + array.nbytes != self.shards[number].size:
+                raise ValueError("its numbers do not begin where they were written")
+            return array
 
         return self.opened(number, read, shape=shape, dtype=dtype)
 
@@ -164,13 +190,14 @@ class Embeddings(StoredVectors):
 
 
 def form_of(folder: Path) -> str:
-    """Which form of retriever made a folder of vectors: what its plan says, else "bi". DataError
-    when the plan cannot be read.
+    """Which form of retriever made a folder of vectors: what meta.json says, or plan.json where it
+    is not finished, else "bi". DataError when the file cannot be read.
     """
     shards = _folder(folder, ".npy")
-    if not shards.is_begun:
+    if not (shards.is_finished or shards.is_begun):
         return "bi"  # read() says what is missing
-    return shards.read(PLAN, lambda plan: str(plan.get("form", "bi")))
+    name = META if shards.is_finished else PLAN
+    return shards.read(name, lambda values: str(values.get("form", "bi")))
 
 
 def verify(embeddings: StoredVectors) -> None:
@@ -315,6 +342,7 @@ class Store(Generic[P, V]):
             records = [WrittenFile(**record) for record in meta.pop("shards")]
             names = [one.name for one in fields(self.plan) if one.name in meta]
             plan = self.plan(**{name: meta.pop(name) for name in names})
+            _refuse_damage(plan, [record.name for record in records], shards)
             return self.stored(folder=folder, plan=plan, shards=records, **meta)
 
         return shards.read(META, convert)
@@ -349,7 +377,7 @@ class Store(Generic[P, V]):
         how: Any = {"choice": "shard_rows", "usual": {"precision": "fp32"}}
         begun, folder = shards.begin(plan.stated, **how), shards.path
         plan = replace(plan, shard_rows=begun.get("shard_rows", plan.shard_rows))
-        if shards.is_finished:
+        if distributed.on_main(lambda: shards.is_whole(plan.num_shards)):
             return
         count, own = plan.num_shards, set(shards.own_missing(plan.num_shards))
         for number, of_shard in _of_shards(rows(), plan, own):
@@ -367,8 +395,23 @@ class Store(Generic[P, V]):
                 f"{folder}: shards hold {self.content} of {sorted(dims)} numbers. Delete it and "
                 "encode anew."
             )
-        replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
-        return {**plan.stated, "dim": dims.pop(), **self.facts(folder, plan, records)}
+        ids = "".join(f"{row['id']}\n" for row in rows).encode()
+        replace_file(folder / _IDS, ids)
+        own = {"dim": dims.pop(), "ids_sha256": hashlib.sha256(ids).hexdigest()}
+        return {**plan.stated, **own, **self.facts(folder, plan, records)}
+
+
+def _refuse_damage(plan: EmbeddingsPlan, names: list[str], shards: ShardFolder) -> None:
+    """ValueError for a meta.json in which a number, a dtype or a name has changed, so that it is
+    not what was written.
+    """
+    if plan.dtype not in stored_forms.FORMS:
+        raise ValueError(f"no dtype is {plan.dtype!r}")
+    if plan.shard_rows < 1:
+        raise ValueError(f"shards of {plan.shard_rows} texts")
+    wanted = [shards.shard(number).name for number in range(plan.num_shards)]
+    if names != wanted:
+        raise ValueError(f"it lists {len(names)} shards, want {len(wanted)} in their order")
 
 
 def shard_rows(count: int, world: int, most: int = MAX_SHARD_ROWS) -> int:
@@ -377,7 +420,8 @@ def shard_rows(count: int, world: int, most: int = MAX_SHARD_ROWS) -> int:
 
 
 def _folder(folder: Path, suffix: str) -> ShardFolder:
-    return ShardFolder(folder, "vectors", suffix, "encode", refusal=ConfigError)
+    how: Any = {"refusal": ConfigError, "notes_kernels": True}
+    return ShardFolder(folder, "vectors", suffix, "encode", **how)
 
 
 def _of_shards(

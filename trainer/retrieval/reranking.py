@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from trainer.data.readers.rankings import Hit, Rankings
 from trainer.data.shard_folder import ShardFolder
 from trainer.errors import ConfigError, DataError, DivergedError
 from trainer.files.atomic import refusals
+from trainer.files.safetensors_file import WrittenFile, checksum_problem
 from trainer.protocol.task import Row
 from trainer.runtime import distributed
 
@@ -107,7 +108,8 @@ def scores_of(
     A collective, in which each rank scores some of the shards and all read them. ConfigError when
     the folder was begun with another model, other texts or another precision.
     """
-    shards = ShardFolder(folder, "scores", ".npy", "rerank", refusal=ConfigError)
+    how: Any = {"refusal": ConfigError, "notes_kernels": True}
+    shards = ShardFolder(folder, "scores", ".npy", "rerank", **how)
     with shards.alone():
         return _scores_of(shards, lists, scorer, plan)
 
@@ -117,7 +119,7 @@ def _scores_of(
 ) -> list[np.ndarray]:
     folder = shards.path
     plan = ScoresPlan(**shards.begin(asdict(plan), choice="shard_questions"))
-    for number in [] if shards.is_finished else shards.own_missing(plan.num_shards):
+    for number in shards.own_missing(plan.num_shards):
         start = number * plan.shard_questions
         of_shard = scorer(lists[start : start + plan.shard_questions])
         if not np.isfinite(of_shard).all():
@@ -129,10 +131,9 @@ def _scores_of(
         block = np.frombuffer(written.getvalue(), dtype=np.uint8)
         shards.write_shard(number, [block.data], pairs=len(of_shard))
         logger.info("%s: shard %d of %d", folder, number + 1, plan.num_shards)
-    if not shards.is_finished:
-        shards.finish(plan.num_shards)
+    shards.finish(plan.num_shards)
     lengths = [len(passages) for _, passages in lists]
-    flat = np.concatenate([_read(shards.shard(number)) for number in range(plan.num_shards)])
+    flat = np.concatenate([_read(shards, number) for number in range(plan.num_shards)])
     if len(flat) != sum(lengths):
         raise DataError(
             f"{folder} holds {len(flat)} scores, want {sum(lengths)}. Delete it and rerank anew."
@@ -140,13 +141,16 @@ def _scores_of(
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
-def _read(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+def _read(shards: ShardFolder, number: int) -> np.ndarray:
+    """The scores of a shard; DataError when they are not those that were written."""
+    path, record = shards.shard(number), shards.record(number) or {}
+    written = WrittenFile(path.name, path.stat().st_size, record.get("sha256", ""))
+    problem = checksum_problem(path.parent, written)
+    if problem is not None:
         raise DataError(
-            f"{path} cannot be read ({error}). Delete {path.parent} and rerank anew."
-        ) from error
+            f"{path.parent}: {problem}. Delete this file, and run the same rerank command again."
+        )
+    return np.load(path, allow_pickle=False)
 
 
 def forget(folder: Path) -> None:

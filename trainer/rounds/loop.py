@@ -83,7 +83,8 @@ def _with_lock(
     sources, of_judge = read(), loop.mining.judge
     judge = None if of_judge is None else stages.fingerprint_of_judge(of_judge, options)
     identity = loop.identity(sources.digests, judge)
-    folder = ShardFolder(loop.out, "rounds", "", "rounds", refusal=ConfigError)
+    how: Any = {"refusal": ConfigError, "notes_kernels": True}
+    folder = ShardFolder(loop.out, "rounds", "", "rounds", **how)
     folder.begin(identity, choice="")
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     experiments = all_rounds(loop.values, loop.rounds, digest=digest)

@@ -73,8 +73,15 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/reranking.py",
-        "[] if shards.is_finished else shards.own_missing(plan.num_shards)",
-        "range(plan.num_shards)",
+        "    if problem is not None:",
+        "    if False:",
+        why="a score that the disk has altered orders passages in silence",
+        tests=RERANK,
+    ),
+    Fault(
+        "trainer/retrieval/reranking.py",
+        "for number in shards.own_missing(plan.num_shards):",
+        "for number in range(plan.num_shards):",
         why="a command that was killed begins again",
         tests=RERANK,
     ),

@@ -5,6 +5,8 @@ from tests.mutants.fault import Fault
 FORMS = "tests/unit/test_stored_forms.py"
 INDEX = "tests/unit/test_vector_index.py"
 EXACT = "tests/unit/test_exact_search.py"
+DAMAGED = "tests/unit/test_damaged_vectors.py"
+CARD = "tests/unit/test_card_scores.py"
 
 FAULTS = [
     Fault(
@@ -90,5 +92,40 @@ FAULTS = [
         "        if settings:",
         why="an index is searched by its smallest setting, and finds half",
         tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/embeddings.py",
+        "lambda: shards.is_whole(plan.num_shards)",
+        "lambda: shards.is_finished",
+        why="a finished folder that lost a shard cannot be mended, and encode says that all is well",
+        tests=f"{DAMAGED} -k lost",
+    ),
+    Fault(
+        "trainer/retrieval/embeddings.py",
+        "sha256 not in (None, hashlib.sha256(content).hexdigest())",
+        "False",
+        why="hits are told under the ids of other passages",
+        tests=f"{DAMAGED} -k beside",
+    ),
+    Fault(
+        "trainer/retrieval/embeddings.py",
+        "    if names != wanted:",
+        "    if len(names) != len(wanted):",
+        why="one bit of a name has the vectors of a shard stand for those of another",
+        tests=f"{DAMAGED} -k two_shards",
+    ),
+    Fault(
+        "trainer/data/shard_folder.py",
+        "if self.notes_kernels and _has_kernels() else plan",
+        "if False else plan",
+        why="a folder mixes vectors of two kernels, whose last bits differ",
+        tests=f"{DAMAGED} -k kernels",
+    ),
+    Fault(
+        "trainer/exports/card.py",
+        '.partition("e")',
+        '.partition("E")',
+        why="the Hub takes a loss of 1e-05 for a text",
+        tests=CARD,
     ),
 ]

@@ -18,8 +18,7 @@ import numpy as np
 from torch import nn
 
 from trainer.data.shard_folder import Values
-from trainer.errors import DataError
-from trainer.files.atomic import refusals, replace_file, sha256_of
+from trainer.files.atomic import replace_file, sha256_of
 from trainer.files.safetensors_file import Block
 from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
@@ -53,13 +52,11 @@ class TokenEmbeddings(embeddings.StoredVectors):
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """(rows + 1,) where the vectors of each text begin."""
-        path = self.folder / _OFFSETS
-        with refusals(path):
-            is_own = path.is_file() and sha256_of(path) == self.offsets_sha256
-        if not is_own:
-            raise DataError(f"{path} is not the file that was written. Encode anew.")
-        return np.load(path, allow_pickle=False)
+        """(rows + 1,) where the vectors of each text begin; DataError when the file is not the one
+        that was written.
+        """
+        content = self.content_of(_OFFSETS, self.offsets_sha256)
+        return np.load(io.BytesIO(content), allow_pickle=False)
 
     @cached_property
     def vectors(self) -> list[np.ndarray]:

@@ -184,7 +184,10 @@ class FalseNegatives(Strict):
     above: float | None = None
     """The score is above this one."""
     margin: float | None = None
-    """The score is above the positive's minus this margin; -0.1 is what Qwen3-Embedding has."""
+    """The score is above the positive's minus this margin; -0.1 is what Qwen3-Embedding has. 0 or
+    less leaves copies of the positive among the negatives, for their score is the same:
+    mask_duplicates takes those with its id out.
+    """
     share: Fraction | None = None
     """The score is above this share of the positive's; 0.95 is what NV-Retriever has."""
 

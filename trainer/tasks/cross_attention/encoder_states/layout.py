@@ -104,7 +104,8 @@ def folder_name(identity: Identity) -> str:
 
 def shards_in(folder: Path) -> ShardFolder:
     """The files of a folder of states."""
-    return ShardFolder(folder, "states", ".safetensors", "prepare", refusal=StorageError)
+    how: Any = {"refusal": StorageError, "notes_kernels": True}
+    return ShardFolder(folder, "states", ".safetensors", "prepare", **how)
 
 
 # int8
