@@ -7,7 +7,9 @@ Mines with the stock weights and with BM25 (`mine --run A --run B`), trains a cr
 the cross-encoder judges what is mined and its scores are learnt. 8% of the training claims are
 held out in all of it, and the retriever does not train on claims that nearly repeat them; the
 recipe is chosen by these. Measures the last round on the test claims: whole vectors, their first 96
-numbers, and the first 100 hits in the order of the cross-encoder. Killed, it goes on where it was.
+numbers, and the first 100 hits in the order of the cross-encoder, alone and fused with the search
+(`fuse`), whose weights are those that are best for the held-out claims. Killed, it goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ import exp_configs
 from trainer.config.identity import exp_id
 
 if TYPE_CHECKING:
-    from minilm import Measured, Set
+    from minilm import Measured, Part, Set
 
 ROUNDS, SHARE, NARROW = 1, "0.08", 96
 PRECISION = ["--precision", "bf16"]
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the cross-encoder's score
 MARGIN = "0"  # a negative that the judge prefers to the best positive is left out
 GROUPS = """import exp_configs
 
@@ -84,7 +87,7 @@ def _seed(
     reranker: list[str],
 ) -> dict[str, float]:
     """The figures of one seed."""
-    from minilm import Measured
+    from minilm import Measured, Part
 
     out = work / f"rounds-{seed}"
     train = ["--passages", data / of.corpus, *of.train.at(data), "--valid_share", SHARE]
@@ -102,16 +105,36 @@ def _seed(
         f"taught-{seed}-{NARROW}", data, of, work=work, experiment=[*named, "--dims", str(NARROW)]
     )
     values |= {f"{name}, {NARROW}": value for name, value in narrow.figures().items()}
-    values |= _reranked(of, data, wide, reranker)
+    held_out = Part("valid.jsonl", ("--qrels", "qrels/train.tsv"))
+    (data / held_out.queries).write_bytes((out / "valid.jsonl").read_bytes())
+    values |= _reranked(of, data, wide, reranker, held_out)
     values["nDCG@10, held-out training claims"] = last["measures"]["ndcg@10"]
     return {**values, "CPU minutes": (cpu_s + wide.cpu_s + narrow.cpu_s) / 60}
 
 
-def _reranked(of: Set, data: Path, found: Measured, reranker: list[str]) -> dict[str, float]:
-    ranking, reranked = found.ranking("test", of.test), found.folder / "reranked.trec"
-    if not reranked.is_file():
-        texts = ["--queries", data / of.test.queries, "--passages", data / of.corpus]
-        words = ["--run", ranking, *texts, "--depth", "100", "--out", reranked, *PRECISION]
-        found.command("rerank", *reranker, *words)
-    text = found.command("judge", "--run", reranked, *of.test.at(data))
-    return {"nDCG@10, reranked": float(figures(text)["ndcg@10"])}
+def _reranked(
+    of: Set, data: Path, found: Measured, reranker: list[str], held_out: Part
+) -> dict[str, float]:
+    """nDCG@10 of the first 100 hits in the order of the cross-encoder, and of both scores fused."""
+    rankings = {}
+    for name, part in (("held_out", held_out), ("test", of.test)):
+        ranking, reranked = found.ranking(name, part), found.folder / f"{name}.reranked.trec"
+        if not reranked.is_file():
+            texts = ["--queries", data / part.queries, "--passages", data / of.corpus]
+            words = ["--run", ranking, *texts, "--depth", "100", "--out", reranked, *PRECISION]
+            found.command("rerank", *reranker, *words)
+        rankings[name] = (ranking, reranked, part)
+
+    def ndcg(name: str, share: float) -> float:
+        ranking, reranked, part = rankings[name]
+        out = found.folder / f"{name}.fused.trec"
+        runs = ["--run", ranking, "--weight", 1 - share, "--run", reranked, "--weight", share]
+        found.command("fuse", *runs, "--out", out)
+        return float(figures(found.command("judge", "--run", out, *part.at(data)))["ndcg@10"])
+
+    share = max(SHARES, key=lambda one: ndcg("held_out", one))
+    return {
+        "nDCG@10, reranked": ndcg("test", 1.0),
+        "nDCG@10, fused": ndcg("test", share),
+        "share of the cross-encoder": share,
+    }

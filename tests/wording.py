@@ -368,6 +368,10 @@ PASSAGES = wording(
     rounds_of_others="was mined with vectors of another model: {was}..., and the one of round "
     "{round} is {now}... now",
     judge_absent="--judge_above and --judge_margin are limits of a judge's scores",
+    fuse_one_run="--run is given once",
+    fuse_weights="{got} --weight for {want} --run",
+    fuse_weight="--weight {got}: want a number of at least 0",
+    fuse_nothing="every --weight is 0",
     drop_without_rows="--drop_above and --drop_margin leave negatives of training rows out",
     rank_range="want a count of at least 1, and ranks 1 <= first <= last",
     depth_wanted="--depth {depth}: want at least 1",

@@ -21,7 +21,7 @@ from trainer.commands import (
     retrieval,
     verifier,
 )
-from trainer.commands.ranking import rerank
+from trainer.commands.ranking import fuse, rerank
 from trainer.commands.vectors import rounds, search
 from trainer.program import PartOfLathe
 from trainer.runtime import device_defaults
@@ -57,6 +57,7 @@ app.command()(retrieval.encode)
 app.command()(search.search)
 app.command()(retrieval.bm25)
 app.command()(rerank.rerank)
+app.command()(fuse.fuse)
 app.command()(judge.judge)
 app.command()(retrieval.mine)
 app.command()(retrieval.contexts)

@@ -93,6 +93,57 @@ def without_query(rankings: Rankings) -> Rankings:
     }
 
 
+# One ranking of several
+# --------------------------------------------------------------------------------------------------
+
+Fusion = Literal["scores", "ranks"]
+RANK_CONSTANT = 60  # of Cormack et al. 2009
+
+
+def fused(
+    several: Sequence[Rankings],
+    weights: Sequence[float],
+    *,
+    by: Fusion = "scores",
+    depth: int | None = None,
+) -> Rankings:
+    """The passages of several rankings by the sum of what each gives them, times its weight.
+
+    by "scores": the score, so scaled that the best passage of a question has 1 and the last 0
+    (CombSUM with min-max, Lee 1997); equal scores have 1. by "ranks": 1 / (60 + rank) (reciprocal
+    rank fusion, Cormack et al. 2009). A passage that a ranking lacks gets 0 of it. Equal sums keep
+    the order in which the rankings, one after the other, have the passages. A question that a
+    ranking lacks is told. depth: the most hits of a question; None: all.
+    """
+    questions = dict.fromkeys(question for rankings in several for question in rankings)
+    of_all: Rankings = {}
+    for question in questions:
+        sums: dict[str, float] = {}
+        for rankings, weight in zip(several, weights, strict=True):
+            if question not in rankings:
+                note(
+                    f"question {question!r}",
+                    "questions that a run lacks (they are fused of the others)",
+                )
+            for passage, value in _shares(rankings.get(question, []), by):
+                sums[passage] = sums.get(passage, 0.0) + weight * value
+        hits = [Hit(passage, value) for passage, value in sums.items()]
+        of_all[question] = sorted(hits, key=lambda hit: hit.score, reverse=True)[:depth]
+    return of_all
+
+
+def _shares(hits: Sequence[Hit], by: Fusion) -> Iterable[tuple[str, float]]:
+    """What a ranking of one question gives its passages, from 0 to 1."""
+    if not hits:
+        return
+    best, last = hits[0].score, hits[-1].score
+    for rank, hit in enumerate(hits, start=1):
+        if by == "ranks":
+            yield hit.passage, 1 / (RANK_CONSTANT + rank)
+        else:
+            yield hit.passage, 1.0 if best == last else (hit.score - last) / (best - last)
+
+
 # Measures
 # --------------------------------------------------------------------------------------------------
 

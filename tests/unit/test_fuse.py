@@ -1,0 +1,84 @@
+"""`fuse`: one ranking of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.wording import Fault, fault, says
+from trainer.__main__ import app
+from trainer.data.readers.rankings import Hit, read_run
+from trainer.retrieval.rankings import fused
+
+WORDS = {"q": [Hit("a", 9.0), Hit("b", 5.0), Hit("c", 1.0)], "r": [Hit("a", 3.0), Hit("b", 3.0)]}
+VECTORS = {"q": [Hit("d", 0.8), Hit("b", 0.7), Hit("a", 0.6)]}
+
+
+def order(rankings: dict[str, list[Hit]], question: str = "q") -> list[tuple[str, float]]:
+    return [(hit.passage, round(hit.score, 6)) for hit in rankings[question]]
+
+
+def test_scores_are_scaled_for_each_question_and_weighted() -> None:
+    both = fused([WORDS, VECTORS], [1.0, 2.0])
+    assert order(both) == [("d", 2.0), ("b", 1.5), ("a", 1.0), ("c", 0.0)]
+
+
+def test_a_weight_of_all_is_the_order_of_one_ranking() -> None:
+    alone = fused([WORDS, VECTORS], [0.0, 1.0], depth=3)
+    assert [passage for passage, _ in order(alone)] == ["d", "b", "a"]
+
+
+def test_ranks_are_added_by_their_inverses() -> None:
+    both = fused([WORDS, VECTORS], [1.0, 1.0], by="ranks")
+    want = {"a": 1 / 61 + 1 / 63, "b": 2 / 62, "d": 1 / 61, "c": 1 / 63}
+    assert order(both) == [(name, round(value, 6)) for name, value in want.items()]
+
+
+def test_equal_scores_count_as_the_best_and_keep_their_order() -> None:
+    both = fused([VECTORS, WORDS], [1.0, 1.0])
+    assert order(both, "r") == [("a", 1.0), ("b", 1.0)]
+
+
+def files(folder: Path) -> list[str]:
+    (folder / "words.trec").write_text("q Q0 a 1 2.0 w\nq Q0 b 2 1.0 w\nr Q0 c 1 1.0 w\n")
+    (folder / "vectors.tsv").write_text("q\tb\t0.9\nq\td\t0.1\n")
+    return ["--run", str(folder / "words.trec"), "--run", str(folder / "vectors.tsv")]
+
+
+def test_files_of_two_formats_become_one_and_a_lacking_question_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "both.trec"
+    words = ["fuse", *files(tmp_path), "--weight", "1", "--weight", "0.5", "--out", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert order(read_run(out)) == [("a", 1.0), ("b", 0.5), ("d", 0.0)]
+    assert order(read_run(out), "r") == [("c", 1.0)]
+    refused = CliRunner().invoke(app, [*words, "--strict"])
+    assert refused.exit_code == 2
+    assert "'r'" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--run", "a"], fault("fuse_one_run")),
+        (["--run", "a", "--run", "b", "--weight", "1"], fault("fuse_weights", got=1, want=2)),
+        (
+            ["--run", "a", "--run", "b", "--weight", "1", "--weight", "-1"],
+            fault("fuse_weight", got="-1.0"),
+        ),
+        (["--run", "a", "--run", "b", "--weight", "0", "--weight", "0"], fault("fuse_nothing")),
+        (["--run", "a", "--run", "b", "--by", "votes"], fault("flag_choice", flag="--by votes")),
+        (
+            ["--run", "a", "--run", "b", "--format", "csv"],
+            fault("flag_choice", flag="--format csv"),
+        ),
+    ],
+)
+def test_runs_that_cannot_be_fused_are_refused_in_words(
+    flags: list[str], said: Fault, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["fuse", *flags, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    says(said, " ".join(result.output.split()))
