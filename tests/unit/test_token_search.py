@@ -153,7 +153,8 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
     with refused("offsets_of_others", folder=tmp_path / "p"):
         _ = token_embeddings.read(tmp_path / "p").vectors
     np.save(tmp_path / "p" / "offsets.npy", offsets)
-    np.save(tmp_path / "p" / "vectors-00000.npy", np.zeros((3, WIDTH), np.float32))
+    vectors = np.load(tmp_path / "p" / "vectors-00000.npy")
+    np.save(tmp_path / "p" / "vectors-00000.npy", vectors.reshape(1, -1))
     with refused("vectors_of_another_shape", file=tmp_path / "p" / "vectors-00000.npy"):
         _ = token_embeddings.read(tmp_path / "p").vectors
     bad = texts(3, 1)

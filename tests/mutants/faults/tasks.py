@@ -611,6 +611,20 @@ FAULTS = [
     # Retrieval
     Fault(
         "trainer/retrieval/rankings.py",
+        "(hit.score - last) / (best - last)",
+        "hit.score / best",
+        why="scores of different scales are added as they are",
+        tests="tests/unit/test_fuse.py -k scaled",
+    ),
+    Fault(
+        "trainer/retrieval/rankings.py",
+        "0.0) + weight * value",
+        "0.0) + value",
+        why="the weights of fused runs do not count",
+        tests="tests/unit/test_fuse.py -k weight",
+    ),
+    Fault(
+        "trainer/retrieval/rankings.py",
         "reciprocal_rank(gains[:k])",
         "reciprocal_rank(gains)",
         why="MRR@10 counts what stands below rank 10",
