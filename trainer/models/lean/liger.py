@@ -133,7 +133,7 @@ def _turning(stock: Rotate, *, rounds_back: bool) -> Rotate:
         turned: Any = _Turned.apply(q, k, cos, sin)
         return turned
 
-    rotate.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
+    rotate.stock = stock  # pyright: ignore[reportAttributeAccessIssue]
     return rotate
 
 
