@@ -166,10 +166,20 @@ def best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
             return _merge(keys_QK, scores_QP, candidates, start)
     if width > depth:
         # the block's own K best, and all that tie with the last of them: the keys decide
-        least_Q1 = scores_QP.topk(depth, dim=1, sorted=True).values[:, -1:]
+        least_Q1 = _kth_best(scores_QP, depth)
     else:
         least_Q1 = scores_QP.new_full((len(scores_QP), 1), -torch.inf)
     return _merge(keys_QK, scores_QP, _candidates(scores_QP, least_Q1, is_tie_one=True), start)
+
+
+def _kth_best(scores_QP: Tensor, depth: int) -> Tensor:
+    """(Q, 1): the `depth`-th largest score of each row. On a processor numpy needs a third of
+    torch's time, the copy into rows included.
+    """
+    if scores_QP.device.type != "cpu":
+        return scores_QP.topk(depth, dim=1).values[:, -1:]
+    rows_QP = scores_QP.contiguous().numpy()  # torch copies in a quarter of numpy's time
+    return torch.from_numpy(np.partition(rows_QP, -depth, axis=1)[:, -depth, None])
 
 
 @dataclass(frozen=True)
