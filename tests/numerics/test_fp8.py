@@ -17,8 +17,7 @@ from tests.contract.runs import SHORT, untimed
 from tests.contract.test_task_adapters import _run_and_read, bytes_of
 from tests.contract.test_task_contract import _die_then_resume
 from tests.facts import TINY_BASE, experiment, write_facts
-from tests.numerics import test_memory_plan_adapters as plans
-from tests.ranks import run_alone, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.tolerance import note
 from tests.wording import refused, says
 from trainer import tasks
@@ -321,19 +320,6 @@ def test_a_killed_run_in_fp8_resumes_bit_for_bit_and_its_export_reads_back(
     assert outcome == "killed"
     assert untimed(killed / "metrics.jsonl") == untimed(straight / "metrics.jsonl")
     assert bytes_of(killed) == bytes_of(straight)
-
-
-@pytest.mark.long
-def test_a_step_in_fp8_is_planned_within_the_tolerance(folder: Path) -> None:
-    cases = [
-        (vary(plans.values_of(name, "lora", "bf16", folder), train={"base_bits": "fp8"}), 2)
-        for name in TASKS
-    ]
-    predicted = run_alone(plans._every_predicted, cases, folder)
-    (real,) = run_on_ranks(1, plans._every_real, cases, folder)
-    for name, planned, allocated in zip(TASKS, predicted, real, strict=True):
-        note("bytes", name, abs(planned - allocated), plans.TOLERANCE * allocated)
-        assert planned == pytest.approx(allocated, rel=plans.TOLERANCE), name
 
 
 # What is refused

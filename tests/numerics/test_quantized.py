@@ -172,9 +172,11 @@ def test_weights_that_train_and_stage_3_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("bits", "precision"), [(8, "bf16"), (4, "fp32"), (4, "bf16")])
+@pytest.mark.parametrize(
+    ("bits", "precision"), [(8, "bf16"), (4, "fp32"), (4, "bf16"), ("fp8", "bf16")]
+)
 def test_a_step_on_packed_weights_is_planned_within_the_tolerance(
-    bits: int, precision: str, folder: Path
+    bits: int | str, precision: str, folder: Path
 ) -> None:
     cases = [
         (vary(plans.values_of(name, "lora", precision, folder), train={"base_bits": bits}), 2)
