@@ -1,10 +1,12 @@
-"""The GPUs that we know, and what `--device` names: one of them, or a size of memory.
+"""The GPUs that we know, and what `--device` names: one of them, or a size of memory; and what the
+system tells of its processor.
 
 Standard library only, for whoever submits a job.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,3 +178,14 @@ def _card(name: str) -> _Card | None:
     if "MIG" in name:
         return None
     return next((card for card in _CARDS if re.search(rf"\b{card.name}\b", name)), None)
+
+
+@functools.cache
+def of_processor(field: str) -> str | None:
+    """What Linux tells of the first core, such as its "vendor_id" or "model name"; None where it
+    tells nothing: on other processors than x86, and other systems.
+    """
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((text.strip() for name, _, text in pairs if name.strip() == field), None)

@@ -5,6 +5,7 @@ the dtype.
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.ranks import run_on_ranks
 from tests.wording import refused
+from trainer import devices
 from trainer.retrieval import exact_search as searching
 from trainer.retrieval.exact_search import search
 
@@ -78,6 +80,26 @@ def test_passages_in_the_worst_order_are_found_as_well(order: str) -> None:
         found.rows[1].tolist()
         == sorted_out(np.ones((1, 1), dtype=np.float32), passages, 7)[0][0].tolist()
     )
+
+
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD", None])
+@pytest.mark.parametrize("questions", [1, 8, 9, 33, 70])
+def test_every_library_and_layout_of_the_products_finds_the_same(
+    questions: int, vendor: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor and the number of questions decide by which library and how the products lie."""
+    monkeypatch.setattr(devices, "of_processor", {"vendor_id": vendor}.get)
+    queries, passages = integers(questions, 5, 0), integers(300, 5, 1)
+    found = search(queries, [passages], depth=7, passage_block=64)
+    rows, scores = sorted_out(queries, passages, 7)
+    np.testing.assert_array_equal(found.rows, rows)
+    np.testing.assert_array_equal(found.scores, scores)
+
+
+def test_the_processor_is_the_one_that_linux_tells() -> None:
+    text = Path("/proc/cpuinfo").read_text()
+    assert f": {devices.of_processor('model name')}\n" in text
+    assert devices.of_processor("no such field") is None
 
 
 def test_scores_are_computed_in_fp32_of_vectors_stored_in_fp16() -> None:

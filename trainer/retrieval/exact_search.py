@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer import devices
 from trainer.errors import ConfigError
 from trainer.retrieval import stored_forms
 from trainer.runtime import distributed
@@ -29,7 +30,7 @@ from trainer.runtime import distributed
 # The scores of a block are at most 8 MiB, which a processor's cache still holds; a block of fewer
 # questions has more passages, up to 96 MiB of 768 numbers each.
 QUERY_BLOCK, BLOCK_SCORES, LARGEST_PASSAGE_BLOCK = 256, 2**21, 32_768
-FEW_QUERIES = 8
+FEW_QUERIES, FEW_FOR_INTEL = 8, 32
 ROWS_OF_A_THREAD = 4096  # fewer are computed before a thread has begun
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
 NO_HIT = torch.iinfo(torch.int64).min  # below every key
@@ -123,19 +124,25 @@ def _share(passages: Sequence[np.ndarray], block: int) -> Iterable[tuple[int, np
 
 
 def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
-    """(Q, P) dot products in fp32; on a processor a transposed view, with the passages on the left.
+    """(Q, P) dot products in fp32; on a processor perhaps a transposed view, with the passages on
+    the left.
 
-    Each library is the fastest for some number of questions (one core of an AMD EPYC, numpy 2.4,
-    torch 2.13): for many, OpenBLAS with the passages on the left takes 20% less time than with the
+    Each library is the fastest for some number of questions (one core, numpy 2.4, torch 2.13). On
+    an AMD EPYC: for many, OpenBLAS with the passages on the left takes 20% less time than with the
     questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time;
-    for one, numpy's vecdot takes 40% of it, and MKL longer than either.
+    for one, numpy's vecdot takes 40% of it, and MKL longer than either. On an Intel Xeon MKL takes
+    60 to 85% of OpenBLAS's time, with the passages on the left for up to FEW_FOR_INTEL questions,
+    and with the questions there for more.
     """
     if queries_QD.device.type != "cpu":
         return queries_QD @ block_PD.T
     if len(queries_QD) == 1:
         return torch.from_numpy(_products_of_one(queries_QD[0].numpy(), block_PD.numpy()))[None]
-    if len(queries_QD) <= FEW_QUERIES:
+    is_intel = devices.of_processor("vendor_id") == "GenuineIntel"
+    if len(queries_QD) <= (FEW_FOR_INTEL if is_intel else FEW_QUERIES):
         return (block_PD @ queries_QD.T).T
+    if is_intel:
+        return queries_QD @ block_PD.T
     return torch.from_numpy(block_PD.numpy() @ queries_QD.numpy().T).T
 
 
@@ -196,6 +203,10 @@ def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> _Ca
     """
     if scores_QP.device.type == "cpu":
         compare = np.greater_equal if is_tie_one else np.greater
+        if scores_QP.is_contiguous():
+            beats_QP = compare(scores_QP.numpy(), least_Q1.numpy())
+            rows, columns = np.divmod(np.flatnonzero(beats_QP), scores_QP.shape[1])
+            return _Candidates(torch.from_numpy(rows), torch.from_numpy(columns))
         beats_PQ = compare(scores_QP.numpy().T, least_Q1.numpy().T)
         columns, rows = np.divmod(np.flatnonzero(beats_PQ), len(scores_QP))
         order = np.argsort(rows, kind="stable")

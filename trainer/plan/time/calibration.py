@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import devices
 from trainer.plan.memory.fake_values import tensors_in
 from trainer.plan.operators import Operator, operator_of
 from trainer.plan.time.rates import Link, Rates
@@ -96,10 +97,8 @@ def _name() -> str:
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} thread(s)"
+    name = devices.of_processor("model name") or platform.machine()
+    return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
 def _memory(device: torch.device) -> int:
