@@ -129,8 +129,8 @@ MINILM_SCIFACT: Values = {
     "encoder": {"pooling": "mean", "normalize": True, "temperature": 0.05},
     "deepspeed": "zero2",
 }
-# The recipe of benchmarks/scifact_recipe.py: a cross-encoder that begins with the same weights, and
-# in each round a retriever that learns its scores beside the labels, in 384 numbers and in 96.
+# The recipes of benchmarks/rerank_recipes.py: a cross-encoder that begins with the same weights,
+# and a retriever that learns its scores beside the labels, in 384 numbers and in 96.
 RERANKER_MINILM_SCIFACT: Values = {
     "task": "retriever",
     "form": "cross",
@@ -190,6 +190,17 @@ MINILM_NQ["data"] = {
     "passage_tokens": 256,
     "passages": 2,
 }
+RERANKER_MINILM_NQ = vary(
+    RERANKER_MINILM_SCIFACT,
+    train={"steps": 250, "eval_batch": 16, "eval_every": 125, "save_every": 25},
+)
+RERANKER_MINILM_NQ["data"] = {
+    "source": "tevatron",
+    "files": {"train": "mined.both.jsonl", "valid": "mined.both.valid.jsonl"},
+    "query_tokens": 32,
+    "passage_tokens": 256,
+    "passages": 8,
+}
 # The first step of benchmarks/chain.py, which makes its files: made-up people and places.
 MINILM_LOOKUP = vary(
     MINILM_NQ,
@@ -209,5 +220,6 @@ GROUPS: dict[str, list[Values]] = {
         vary(MINILM_SCIFACT_TAUGHT, train={"seed": seed}) for seed in (1, 2, 3)
     ],
     "retriever_minilm_nq": [vary(MINILM_NQ, train={"seed": seed}) for seed in (1, 2, 3)],
+    "reranker_minilm_nq": [RERANKER_MINILM_NQ],
     "retriever_minilm_lookup": [MINILM_LOOKUP],
 }

@@ -1,15 +1,18 @@
-"""SciFact with mined negatives, a cross-encoder as judge and teacher, and vectors of two widths.
+"""A cross-encoder that is trained here: judge and teacher on SciFact, and reranker of both sets.
 
     python benchmarks/minilm.py scifact --recipe [--data_path DIR] [--out DIR] [--seeds 1 2 3]
+    python benchmarks/minilm.py nq --recipe [--data_path DIR] [--out DIR]
 
-Mines with the stock weights and with BM25 (`mine --run A --run B`), trains a cross-encoder on that
-(reranker_minilm_scifact), and then two `rounds` a seed (retriever_minilm_scifact_taught), in which
-the cross-encoder judges what is mined and its scores are learnt. 8% of the training claims are
-held out in all of it, and the retriever does not train on claims that nearly repeat them; the
-recipe is chosen by these. Measures the last round on the test claims: whole vectors, their first 96
-numbers, and the first 100 hits in the order of the cross-encoder, alone and fused with the search
-(`fuse`), whose weights are those that are best for the held-out claims. Killed, it goes on where it
-was.
+Both mine with the stock weights and with BM25 (`mine --run A --run B`), train a cross-encoder on
+that (reranker_minilm_<set>), let it order the first 100 hits, and measure its order alone and fused
+with the search (`fuse`), whose weights are those that are best for held-out questions.
+
+scifact: a round of `rounds` a seed (retriever_minilm_scifact_taught), in which the cross-encoder
+judges what is mined and its scores are learnt. 8% of the training claims are held out in all of it,
+and the retriever does not train on claims that nearly repeat them; the recipe is chosen by these.
+Measures the trained retriever on the test claims: whole vectors, and their first 96 numbers. nq:
+the search is that of the stock weights; the 300 questions of the split valid are held out. Killed,
+both go on where they were.
 """
 
 from __future__ import annotations
@@ -35,22 +38,40 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the cross-encoder's
 MARGIN = "0"  # a negative that the judge prefers to the best positive is left out
 GROUPS = """import exp_configs
 
-RERANKER = exp_configs.EXP_GROUPS["reranker_minilm_scifact"]
-TAUGHT = exp_configs.EXP_GROUPS["retriever_minilm_scifact_taught"]
-EXP_GROUPS = {"reranker": RERANKER} | {
-    f"seed_{values['train']['seed']}": [values] for values in TAUGHT
-}
+EXP_GROUPS = {{"reranker": exp_configs.EXP_GROUPS["reranker_minilm_{set}"]}} | {{
+    f"seed_{{values['train']['seed']}}": [values]
+    for values in exp_configs.EXP_GROUPS["{searching}"]
+}}
 """
+SEARCHING = {"scifact": "retriever_minilm_scifact_taught", "nq": "retriever_minilm_nq"}
+
+
+def groups(name: str) -> str:
+    """The file of groups of a recipe: the cross-encoder, and the retriever once a seed."""
+    return GROUPS.format(set=name, searching=SEARCHING[name])
 
 
 def recipe(
-    of: Set, stock: Measured, data: Path, work: Path, seeds: Sequence[int], *, common: list[str]
+    name: str,
+    of: Set,
+    stock: Measured,
+    data: Path,
+    work: Path,
+    seeds: Sequence[int],
+    *,
+    common: list[str],
 ) -> dict[str, dict[str, float]]:
-    """The figures of every seed, by its name.
+    """The figures of every seed, by its name; one row for a set with questions for validation, for
+    which the cross-encoder alone is trained.
 
     stock: the model that all begin with. common: the words behind -e of every command.
     """
-    reranker, judge = _reranker(of, stock, data, common)
+    reranker = _reranker(name, of, stock, data, common)
+    if of.valid is not None:
+        found = stock.figures() | _reranked(of, data, stock, reranker, of.valid)
+        return {"stock, reranked": {**found, "CPU minutes": stock.cpu_s / 60}}
+    (values,) = exp_configs.EXP_GROUPS[f"reranker_minilm_{name}"]
+    judge = str(Path(common[3]) / exp_id(values))
 
     def of_seed(seed: int) -> tuple[str, dict[str, float]]:
         own = ["-e", f"seed_{seed}", *common]
@@ -60,20 +81,24 @@ def recipe(
         return dict(pool.map(of_seed, seeds))
 
 
-def _reranker(of: Set, stock: Measured, data: Path, common: list[str]) -> tuple[list[str], str]:
-    """The words that name the trained cross-encoder, and its run folder."""
-    texts = ["--queries", data / of.train.queries, "--passages", data / of.corpus]
-    dense, words = stock.ranking("mined.jsonl", of.train), stock.folder / "bm25.trec"
-    if not words.is_file():
-        stock.command("bm25", *texts, "--out", words)
-    mined = data / "mined.both.jsonl"
-    if not mined.is_file():
+def _reranker(name: str, of: Set, stock: Measured, data: Path, common: list[str]) -> list[str]:
+    """The words that name the trained cross-encoder, after it was trained."""
+    files = {"mined.both.jsonl": of.train}
+    if of.valid is not None:
+        files["mined.both.valid.jsonl"] = of.valid
+    for file, part in files.items():
+        if (data / file).is_file():
+            continue
+        dense, words = stock.ranking(file, part), stock.folder / f"{file}.bm25.trec"
+        texts = ["--passages", data / of.corpus]
+        if not words.is_file():
+            stock.command("bm25", *part.asked(data), *texts, "--out", words)
         runs = ["--run", dense, "--run", words, "--last", "50", "--count", "30"]
-        stock.command("mine", *runs, *of.train.at(data), *texts[2:], "--out", mined)
+        stock.command("mine", *runs, *part.at(data), *texts, "--out", data / file)
     own = ["-e", "reranker", *common]
-    run("trainval.py", *own, log=stock.folder / "reranker.txt")
-    (values,) = exp_configs.EXP_GROUPS["reranker_minilm_scifact"]
-    return own, str(Path(common[3]) / exp_id(values))
+    _, cpu_s = run("trainval.py", *own, log=stock.folder / "reranker.txt")
+    stock.cpu_s += cpu_s
+    return own
 
 
 def _seed(
@@ -115,26 +140,30 @@ def _seed(
 def _reranked(
     of: Set, data: Path, found: Measured, reranker: list[str], held_out: Part
 ) -> dict[str, float]:
-    """nDCG@10 of the first 100 hits in the order of the cross-encoder, and of both scores fused."""
+    """The set's measure of the first 100 hits in the order of the cross-encoder, and of both scores
+    fused.
+    """
     rankings = {}
     for name, part in (("held_out", held_out), ("test", of.test)):
         ranking, reranked = found.ranking(name, part), found.folder / f"{name}.reranked.trec"
         if not reranked.is_file():
-            texts = ["--queries", data / part.queries, "--passages", data / of.corpus]
+            texts = [*part.asked(data), "--passages", data / of.corpus]
             words = ["--run", ranking, *texts, "--depth", "100", "--out", reranked, *PRECISION]
             found.command("rerank", *reranker, *words)
         rankings[name] = (ranking, reranked, part)
 
-    def ndcg(name: str, share: float) -> float:
+    def measured(name: str, share: float) -> float:
         ranking, reranked, part = rankings[name]
         out = found.folder / f"{name}.fused.trec"
         runs = ["--run", ranking, "--weight", 1 - share, "--run", reranked, "--weight", share]
         found.command("fuse", *runs, "--out", out)
-        return float(figures(found.command("judge", "--run", out, *part.at(data)))["ndcg@10"])
+        text = found.command("judge", "--run", out, *part.at(data))
+        return float(figures(text)[of.measure])
 
-    share = max(SHARES, key=lambda one: ndcg("held_out", one))
+    title = next(iter(of.columns)).partition(",")[0]
+    share = max(SHARES, key=lambda one: measured("held_out", one))
     return {
-        "nDCG@10, reranked": ndcg("test", 1.0),
-        "nDCG@10, fused": ndcg("test", share),
+        f"{title}, reranked": measured("test", 1.0),
+        f"{title}, fused": measured("test", share),
         "share of the cross-encoder": share,
     }
