@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 
 from trainer.errors import ConfigError
 
-CPU_KERNELS = "LATHE_CPU_KERNELS"  # kernels of a processor whose last bits differ; off
+CPU_KERNELS = "LATHE_CPU_KERNELS"  # kernels of a processor whose last bits differ; on
 KEEP_MEMORY = "LATHE_KEEP_MEMORY"  # malloc keeps freed memory for the next step; on
 TF32 = "LATHE_TF32"  # fp32 products of a GPU; on
 LIGER = "LATHE_LIGER"  # kernels of liger-kernel on a GPU; off
@@ -35,7 +37,30 @@ def is_on(name: str, environment: Mapping[str, str], *, default: bool) -> bool:
 def refuse_other_words(environment: Mapping[str, str]) -> None:
     """ConfigError for a switch with a word that it does not know."""
     for name in (CPU_KERNELS, KEEP_MEMORY, TF32, LIGER, EXAMINE):
-        is_on(name, environment, default=name not in (CPU_KERNELS, LIGER))
+        is_on(name, environment, default=name != LIGER)
+
+
+def uses_cpu_kernels(environment: Mapping[str, str]) -> bool:
+    """Whether a processor attends to rows one by one, and computes losses in the tensor of their
+    logits (docs/decisions/0041-kernels-of-a-processor.md).
+    """
+    return is_on(CPU_KERNELS, environment, default=True)
+
+
+@contextlib.contextmanager
+def with_cpu_kernels_of(began: bool | None) -> Iterator[None]:
+    """Inside, a processor computes as work did that began before, so that it goes on to the same
+    bits. What the environment says counts first: a word that differs from it is refused where the
+    work is claimed. began: whether that was with these kernels; None for work that begins now.
+    """
+    if began is None or os.environ.get(CPU_KERNELS):
+        yield
+        return
+    os.environ[CPU_KERNELS] = str(int(began))
+    try:
+        yield
+    finally:
+        del os.environ[CPU_KERNELS]
 
 
 def keeps_memory(environment: Mapping[str, str]) -> bool:

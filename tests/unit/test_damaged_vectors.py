@@ -4,6 +4,7 @@ made again by the same command.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
 from trainer.retrieval.late import token_embeddings
 from trainer.retrieval.sparse import word_weights
-from trainer.switches import CPU_KERNELS
+from trainer.switches import CPU_KERNELS, uses_cpu_kernels
 
 ROWS: list[Row] = [{"id": f"p{n}", "text": f"text {n}"} for n in range(7)]
 WIDTH = 8
@@ -217,7 +218,28 @@ def _dying(encoded: list[str]) -> Callable[[Sequence[Row]], Any]:
     return encode
 
 
-@pytest.mark.parametrize(("began", "other"), [("1", "0"), ("0", "1"), ("1", "")])
+@pytest.mark.parametrize("began", ["0", "1"])
+def test_where_the_environment_says_nothing_a_folder_keeps_its_kernels(
+    began: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, count = embeddings.digest_of(ROWS)
+    plan = embeddings.EmbeddingsPlan("m", texts, "passage", "float16", count, 3)
+    monkeypatch.setenv(CPU_KERNELS, began)
+    with pytest.raises(KeyboardInterrupt):
+        embeddings.write(tmp_path / "v", lambda: iter(ROWS), _dying([]), plan=plan)
+    monkeypatch.delenv(CPU_KERNELS)
+    seen: list[bool] = []
+
+    def encode(rows: Sequence[Row]) -> Any:
+        seen.append(uses_cpu_kernels(os.environ))
+        return _whole(rows)
+
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encode, plan=plan)
+    assert set(seen) == {began == "1"}
+    assert CPU_KERNELS not in os.environ
+
+
+@pytest.mark.parametrize(("began", "other"), [("1", "0"), ("0", "1")])
 def test_a_folder_goes_on_with_the_kernels_that_it_began_with(
     began: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +250,7 @@ def test_a_folder_goes_on_with_the_kernels_that_it_began_with(
     with pytest.raises(KeyboardInterrupt):
         embeddings.write(tmp_path / "v", lambda: iter(ROWS), _dying([]), plan=plan)
     monkeypatch.setenv(CPU_KERNELS, other)
-    with refused("vectors_of_others", key=CPU_KERNELS, was=began, now=other or "0"):
+    with refused("vectors_of_others", key=CPU_KERNELS, was=began, now=other):
         written("bi", tmp_path / "v")
     monkeypatch.setenv(CPU_KERNELS, began)
     encoded: list[str] = []

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +68,10 @@ def test_kernels_of_a_processor_refuse_a_word_where_no_run_has_looked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CPU_KERNELS, raising=False)
-    assert not is_here(torch.ones(1))
-    monkeypatch.setenv(CPU_KERNELS, "1")
     assert is_here(torch.ones(1))
     assert not is_here(torch.ones(1, device="meta"))
+    monkeypatch.setenv(CPU_KERNELS, "0")
+    assert not is_here(torch.ones(1))
     monkeypatch.setenv(CPU_KERNELS, "yes")
     with refused("switch_word", name=CPU_KERNELS, word="yes", on="1", off="0"):
         is_here(torch.ones(1))
@@ -88,16 +92,54 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(
         kernels_of(path)
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_where_the_environment_says_nothing_a_run_keeps_its_kernels(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    plan: Any = SimpleNamespace(id="a", folder=tmp_path / "a")
+    new: Any = SimpleNamespace(id="b", folder=tmp_path / "b")
+    plan.folder.mkdir()
+    said = {"cpu_kernels": True} if began else {}  # runs of before decision 46 have no key
+    (plan.folder / "data.json").write_text(json.dumps({"identity": {}, **said}))
+    options: Any = SimpleNamespace(resets=lambda _: False)
+    for plans in ([plan], [new, plan]):  # a group in one process is of one kind
+        with run_folder.kernels_of(plans, options):
+            assert is_here(torch.ones(1)) == began
+            assert kernels_of(plan.folder / "data.json") == said
+        assert CPU_KERNELS not in os.environ
+    with run_folder.kernels_of([new], options):
+        assert is_here(torch.ones(1))
+    resets: Any = SimpleNamespace(resets=lambda _: True)
+    with run_folder.kernels_of([plan], resets):
+        assert is_here(torch.ones(1)), "a run that starts over is new"
+    monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
+    with (
+        run_folder.kernels_of([plan], options),
+        refused("kernels_changed", switch=CPU_KERNELS, was=int(began), now=int(not began)),
+    ):
+        kernels_of(plan.folder / "data.json")
+
+
+def test_a_damaged_record_of_a_run_does_not_hide_that_its_kernels_are_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    (tmp_path / "data.json").write_text("{")
+    assert kernels_of(tmp_path / "data.json") == {"cpu_kernels": True}
+    assert "by which kernels the run began" in caplog.text
+
+
 def test_a_step_measured_with_one_kind_of_kernels_is_not_read_for_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = MeasureRequest(experiment("retriever", tmp_path), "train", [], device="cpu")
-    monkeypatch.delenv(CPU_KERNELS, raising=False)
-    without = key_of(request, "program")
-    monkeypatch.setenv(CPU_KERNELS, "1")
-    assert key_of(request, "program") != without
+    of_gpu = replace(request, device="cuda")
     monkeypatch.setenv(CPU_KERNELS, "0")
-    assert key_of(request, "program") == without
+    without, gpus = key_of(request, "program"), key_of(of_gpu, "program")
+    monkeypatch.delenv(CPU_KERNELS)
+    assert key_of(request, "program") != without
+    assert key_of(of_gpu, "program") == gpus
 
 
 def test_kernels_of_a_gpu_are_torchs_unless_the_environment_says_otherwise(
@@ -131,7 +173,7 @@ def test_a_run_goes_on_with_the_kernels_of_a_gpu_that_it_began_with(
     began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "data.json"
-    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    monkeypatch.setenv(CPU_KERNELS, "0")
     monkeypatch.setattr(switches, "has_liger", lambda: True)
     monkeypatch.setattr(run_folder, "is_gpu", lambda: True)
     monkeypatch.setenv(LIGER, str(int(began)))

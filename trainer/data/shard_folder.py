@@ -26,7 +26,7 @@ from trainer.errors import ConfigError, DataError, LatheError, StorageError, Use
 from trainer.files.atomic import aside, refusals, size_of, write_json
 from trainer.files.safetensors_file import Block, WrittenFile, write_blocks
 from trainer.runtime import distributed
-from trainer.switches import CPU_KERNELS, is_on
+from trainer.switches import CPU_KERNELS, uses_cpu_kernels, with_cpu_kernels_of
 
 T = TypeVar("T")
 Values = dict[str, Any]  # a JSON object
@@ -95,19 +95,36 @@ class ShardFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other command writes here, unless all is written already. A collective.
-        ConfigError at once when another one does; a process that is killed lets go of its lock,
-        whose file stays until the folder is whole or gone.
+        """Inside, no other command writes here, unless all is written already, and the folder goes
+        on `as_begun`. A collective. ConfigError at once when another command writes; a process that
+        is killed lets go of its lock, whose file stays until the folder is whole or gone.
         """
         path = self.path.resolve()
         lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
         distributed.on_main(lambda: self._claim(lock))
         try:
-            yield
+            with self.as_begun():
+                yield
         finally:
             if lock.is_locked and (self.is_finished or not self.path.exists()):
                 path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
             lock.release()
+
+    @contextmanager
+    def as_begun(self) -> Iterator[None]:
+        """Inside, a processor computes by the kernels that the folder was begun with, unless the
+        environment says which: then `begin` refuses others. A collective.
+        """
+        with with_cpu_kernels_of(distributed.on_main(self._began_with_kernels)):
+            yield
+
+    def _began_with_kernels(self) -> bool | None:
+        """None for a folder that is new, and for one whose plan `begin` will refuse."""
+        try:
+            plan = json.loads((self.path / PLAN).read_text(encoding="utf-8"))
+            return plan.get(CPU_KERNELS, "0") == "1"
+        except (OSError, ValueError, AttributeError):
+            return None
 
     def _claim(self, lock: FileLock) -> None:
         if self.is_finished and self.is_whole(self.read(META, lambda meta: len(meta["shards"]))):
@@ -126,10 +143,13 @@ class ShardFolder:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
         choice: the one key that may differ; the folder's value of it counts. usual: what holds
-        where a plan does not say a key. ConfigError when another key differs, or the kernels.
+        where a plan does not say a key. ConfigError when another key differs, or the kernels of a
+        processor; a GPU has none, and leaves what the plan says of them.
         """
         usual = {**(usual or {}), CPU_KERNELS: "0"}
-        stated = {**plan, CPU_KERNELS: "1"} if self.notes_kernels and _has_kernels() else plan
+        began = distributed.on_main(self._began_with_kernels) if distributed.is_gpu() else None
+        has_kernels = bool(began) if distributed.is_gpu() else uses_cpu_kernels(os.environ)
+        stated = {**plan, CPU_KERNELS: "1"} if self.notes_kernels and has_kernels else plan
         try:
             begun = {**usual, **distributed.on_main(lambda: self._begun(stated))}
         except UserError as error:
@@ -214,8 +234,3 @@ class ShardFolder:
         names = [field.name for field in fields(WrittenFile)]
         shards = [{name: record[name] for name in names} for record in records]
         write_json(self.path / META, {"format": FORMAT, **facts(records), "shards": shards})
-
-
-def _has_kernels() -> bool:
-    """Whether a model is run here with the kernels of a processor, whose last bits are others."""
-    return not distributed.is_gpu() and is_on(CPU_KERNELS, os.environ, default=False)

@@ -21,7 +21,7 @@ from trainer.launch import preflight
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.driving.drive import drive
 from trainer.launch.prepare import is_in_memory, prepare
-from trainer.launch.run_folder import claim_folder, open_record, push
+from trainer.launch.run_folder import claim_folder, kernels_of, open_record, push
 from trainer.launch.start import ReadyRun, start
 from trainer.metrics.judge_record import CANDIDATE, is_judged
 from trainer.metrics.test_record import is_tested
@@ -66,6 +66,11 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     on, and PeerLost when another rank of a run with --survive is lost.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
+    with kernels_of([plan], options):
+        return _run(plan, options, preemption)
+
+
+def _run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     device_defaults.settle(
         plan.cfg.train.precision,
         optimizer=plan.cfg.optim.name,

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,13 @@ from trainer.protocol.abilities import ArrangesRows, LearnsFromTeacher
 from trainer.runtime import distributed
 from trainer.runtime.distributed import is_gpu, on_main
 from trainer.survival import groups, lifeline
-from trainer.switches import CPU_KERNELS, LIGER, is_on, uses_liger
+from trainer.switches import (
+    CPU_KERNELS,
+    LIGER,
+    uses_cpu_kernels,
+    uses_liger,
+    with_cpu_kernels_of,
+)
 from trainer.telemetry.console_file import kept_console
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
@@ -315,6 +321,8 @@ def _of_kernels(path: Path) -> dict[str, bool]:
     """
     is_there = path.exists() and not _problem(path, _is_identity)
     record = _read(path) if is_there else None
+    if path.exists() and not is_there:
+        logger.warning("%s does not say by which kernels the run began; those of now count", path)
     used: dict[str, bool] = {}
     for switch, key in _KERNELS.items():
         began = None if record is None else bool(record.get(key, False))
@@ -332,9 +340,24 @@ def _of_kernels(path: Path) -> dict[str, bool]:
 
 
 def _uses(switch: str) -> bool:
-    if switch == LIGER:
-        return uses_liger(os.environ)
-    return is_on(switch, os.environ, default=False)
+    return uses_liger(os.environ) if switch == LIGER else uses_cpu_kernels(os.environ)
+
+
+@contextlib.contextmanager
+def kernels_of(plans: Sequence[RunPlan], options: Options) -> Iterator[None]:
+    """Inside, a processor computes by the kernels that the first of these runs began with that has
+    begun, unless the environment says which: then check_identity refuses others. A collective.
+    """
+
+    def began() -> bool | None:
+        for plan in plans:
+            path = plan.folder / "data.json"
+            if path.exists() and not options.resets(plan.id) and not _problem(path, _is_identity):
+                return bool(_read(path).get(_KERNELS[CPU_KERNELS], False))
+        return None
+
+    with with_cpu_kernels_of(on_main(began)):
+        yield
 
 
 def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

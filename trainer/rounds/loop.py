@@ -85,10 +85,10 @@ def _with_lock(
     identity = loop.identity(sources.digests, judge)
     how: Any = {"refusal": ConfigError, "notes_kernels": True}
     folder = ShardFolder(loop.out, "rounds", "", "rounds", **how)
-    folder.begin(identity, choice="")
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     experiments = all_rounds(loop.values, loop.rounds, digest=digest)
-    with watch.watch_ranks(last_words):
+    with folder.as_begun(), watch.watch_ranks(last_words):
+        folder.begin(identity, choice="")
         return _rounds(loop, experiments, sources, options)
 
 

@@ -19,6 +19,7 @@ from trainer.switches import (
     has_liger,
     is_on,
     refuse_other_words,
+    uses_cpu_kernels,
     uses_liger,
 )
 
@@ -135,13 +136,13 @@ def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults 
         if is_on(LIGER, os.environ, default=False):
             raise ConfigError(
                 f"{LIGER}=1 in the environment: liger-kernel's kernels run on a CUDA GPU, and this "
-                f"run has a processor. Unset it; {CPU_KERNELS}=1 switches on what a processor has."
+                f"run has a processor. Unset it: what a processor has is on ({CPU_KERNELS})."
             )
         is_kept = host_memory.keep(os.environ)
         how = f"kept ({KEEP_MEMORY}=0: given back)" if is_kept else "as malloc does it"
         logger.debug("device: a processor; freed memory: %s", how)
-        if is_on(CPU_KERNELS, os.environ, default=False):
-            logger.info("device: a processor; rows are attended to one by one (%s=1)", CPU_KERNELS)
+        rows = "one by one" if uses_cpu_kernels(os.environ) else "on grids"
+        logger.debug("device: a processor; rows are attended to %s (%s)", rows, CPU_KERNELS)
         return None
     has_triton = importlib.util.find_spec("triton") is not None
     defaults = DeviceDefaults.of_experiment(

@@ -10,6 +10,27 @@ CARD = "tests/unit/test_card_scores.py"
 
 FAULTS = [
     Fault(
+        "trainer/switches.py",
+        "if began is None or os.environ.get(CPU_KERNELS):",
+        "if True:",
+        why="what was begun without the kernels of a processor goes on to other bits",
+        tests="tests/unit/test_switches.py",
+    ),
+    Fault(
+        "trainer/launch/run_folder.py",
+        "path.exists() and not options.resets(plan.id) and",
+        "path.exists() and",
+        why="a run that starts over keeps the kernels of the run that is moved aside",
+        tests="tests/unit/test_switches.py",
+    ),
+    Fault(
+        "trainer/data/shard_folder.py",
+        'return plan.get(CPU_KERNELS, "0") == "1"',
+        "return True",
+        why="a folder of vectors that was begun without kernels goes on with them",
+        tests=DAMAGED,
+    ),
+    Fault(
         "trainer/retrieval/exact_search.py",
         'order = np.argsort(rows, kind="stable")',
         "order = np.arange(len(rows))",
@@ -123,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/shard_folder.py",
-        "if self.notes_kernels and _has_kernels() else plan",
+        "if self.notes_kernels and has_kernels else plan",
         "if False else plan",
         why="a folder mixes vectors of two kernels, whose last bits differ",
         tests=f"{DAMAGED} -k kernels",

@@ -24,7 +24,7 @@ from trainer.launch.choose import choose
 from trainer.launch.preflight import has_begun
 from trainer.launch.prepare import prepare
 from trainer.launch.run import EXIT_CODES, SENTENCES, refused_row, trained
-from trainer.launch.run_folder import claim_folder, tell_changed_data
+from trainer.launch.run_folder import claim_folder, kernels_of, tell_changed_data
 from trainer.launch.start import start
 from trainer.launch.together.refusals import refuse
 from trainer.launch.together.shared_footing import SharedFooting
@@ -59,7 +59,8 @@ def run_together(plans: Sequence[RunPlan], options: Options, *, most_tokens: int
     preemption = Preemption()
     try:
         footing = SharedFooting([plan.id for plan in plans], most_tokens)
-        return _Group(plans, options, preemption, footing).train()
+        with kernels_of(plans, options):
+            return _Group(plans, options, preemption, footing).train()
     finally:
         preemption.close()
 

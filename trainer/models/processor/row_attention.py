@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.switches import CPU_KERNELS, is_on
+from trainer.switches import uses_cpu_kernels
 
 # M query tokens and S key tokens of all rows, H heads, G key-value heads, C width of one; of a
 # piece: N rows, Q queries and L keys of each
@@ -267,11 +267,10 @@ def _batch(x_NHLC: Tensor) -> Tensor:
 
 
 def is_here(x: Tensor) -> bool:
-    """Whether rows are attended to one by one: on a processor, where LATHE_CPU_KERNELS=1 is set.
-    Off by default: last bits differ, and a run that began without it goes on to the same numbers
-    (docs/decisions/0041-kernels-of-a-processor.md).
+    """Whether rows are attended to one by one: on a processor, unless LATHE_CPU_KERNELS=0 is set,
+    or the run began so: last bits differ (docs/decisions/0041-kernels-of-a-processor.md).
     """
-    return x.device == _HOST and is_on(CPU_KERNELS, os.environ, default=False)
+    return x.device == _HOST and uses_cpu_kernels(os.environ)
 
 
 def is_wide(x: Tensor) -> bool:

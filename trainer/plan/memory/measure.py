@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
 from trainer.config.identity import digest
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json, write_json
-from trainer.switches import CPU_KERNELS, is_on, uses_liger
+from trainer.switches import uses_cpu_kernels, uses_liger
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places
@@ -278,7 +278,7 @@ def _key(request: MeasureRequest, program: str) -> str:
     if request.kind == "teach":
         shapes.append(_shape_of(request.experiment["teacher"].get("base")))
     kernels: dict[str, bool] = {}
-    if is_on(CPU_KERNELS, os.environ, default=False):
+    if request.device == "cpu" and uses_cpu_kernels(os.environ):
         kernels["cpu_kernels"] = True
     if request.device != "cpu" and uses_liger(os.environ):
         kernels["liger"] = True

@@ -141,8 +141,9 @@ def write_states(cfg: Config, places: Places, request: Preparation) -> Prepared:
         shard_tokens=request.shard_tokens,
     )
     folder = request.out / contexts.STATES / layout.folder_name(identity)
-    plan = writing.begun(folder, states_plan)
-    _write_states(task, folder, distinct, plan, request)
+    with layout.shards_in(folder).as_begun():
+        plan = writing.begun(folder, states_plan)
+        _write_states(task, folder, distinct, plan, request)
     return Prepared(folder, counts, distinct.met, plan)
 
 
