@@ -202,8 +202,12 @@ def test_a_row_whose_keys_are_all_hidden_attends_to_its_own_keys_uniformly() -> 
     assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
+@pytest.mark.parametrize("kernels", ["1", "0"])  # rows one by one, or on grids
 @pytest.mark.parametrize("name", MODELS)
-def test_no_row_sees_another_rows_tokens_or_context(name: str) -> None:
+def test_no_row_sees_another_rows_tokens_or_context(
+    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATHE_CPU_KERNELS", kernels)
     model, (decoders, chunks) = MODELS[name](), drawn_rows()
     together = model(packed=packed_of(decoders, chunks, [0] * 7)).loss
     rows = [i for i in range(7) if len(decoders[i]) > 1]
@@ -211,10 +215,7 @@ def test_no_row_sees_another_rows_tokens_or_context(name: str) -> None:
     assert_close(together, torch.stack(alone).sum(), depth=depth_of(model), **LOSSES)
 
 
-def test_a_layout_with_a_wrong_row_boundary_gives_another_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LATHE_CPU_KERNELS", "1")  # rows one by one
+def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
     model, rows = MODELS["multi-query"](), drawn_rows()
     right = packed_of(*rows, [0] * 7)
     want = float(model(packed=right).loss.detach())
@@ -230,7 +231,10 @@ def test_a_layout_with_a_wrong_row_boundary_gives_another_loss(
 
 
 @pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])
-def test_a_layout_with_a_wrong_grid_gives_another_loss(name: str) -> None:
+def test_a_layout_with_a_wrong_grid_gives_another_loss(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATHE_CPU_KERNELS", "0")  # on grids
     model, rows = MODELS[name](), drawn_rows()
     right = packed_of(*rows, [0] * 7)
     want = float(model(packed=right).loss.detach())
