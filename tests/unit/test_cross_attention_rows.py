@@ -17,7 +17,7 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.data.content import content_of_rows
 from trainer.data.token_store import store_of
-from trainer.launch.run_folder import check_identity
+from trainer.launch.run_folder import check_identity, kernels_of
 from trainer.protocol.task import DRAW, Places
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
@@ -229,7 +229,8 @@ def test_a_run_that_an_earlier_version_began_goes_on_and_one_of_other_rows_does_
     path = planned.folder / "data.json"
     path.write_text(json.dumps({"identity": began}))
     assert not {*began.values()} & {stores["train"].digest, stores["valid"].digest}
-    assert check_identity(planned, task, stores, None, places=task.places) == now
+    with kernels_of([planned], Options(tmp_path)):
+        assert check_identity(planned, task, stores, None, places=task.places) == now
     assert json.loads(path.read_text())["identity"] == now
     written = json.dumps({"identity": {**began, "train": "0" * 64}})
     path.write_text(written)

@@ -23,6 +23,7 @@ from trainer.protocol.abilities import Embeds, Side
 from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
 from trainer.retrieval.embeddings import EmbeddingsPlan
+from trainer.switches import CPU_KERNELS
 
 ROWS: list[Row] = [
     {"id": f"p{n}", "title": "t" * (n % 3), "text": "word " * (1 + n * 7 % 11)} for n in range(23)
@@ -254,8 +255,11 @@ def test_two_ranks_share_the_work_and_write_the_folder_of_one(tmp_path: Path) ->
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_the_files_of_the_folder_are_those_of_the_first_version(tmp_path: Path) -> None:
+def test_the_files_of_the_folder_are_those_of_the_first_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder that an older version began or wrote is gone on with and read."""
+    monkeypatch.setenv(CPU_KERNELS, "0")  # those of now are noted in the plan
     columns = torch.arange(20.0).reshape(4, 5).T  # the numbers of a row are not neighbours here
     encode = {5: lambda _: columns, 3: lambda _: columns[:3]}
     folder = tmp_path / "v"

@@ -66,17 +66,10 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     on, and PeerLost when another rank of a run with --survive is lost.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
-    with kernels_of([plan], options):
-        return _run(plan, options, preemption)
-
-
-def _run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
-    device_defaults.settle(
-        plan.cfg.train.precision,
-        optimizer=plan.cfg.optim.name,
-        compiles=plan.cfg.train.compile,
-    )
-    with left_out.gathering() as notes, refused_row(plan.folder, notes):
+    kernels, cfg = kernels_of([plan], options), plan.cfg
+    with kernels, left_out.gathering() as notes, refused_row(plan.folder, notes):
+        how: Any = {"optimizer": cfg.optim.name, "compiles": cfg.train.compile}
+        device_defaults.settle(cfg.train.precision, **how)
         choice = choose(plan, options)  # may read rows, too
         preflight.try_own_metrics(plan, options)  # before the folder of the run is made
         with (
