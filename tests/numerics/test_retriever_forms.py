@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exp_configs import vary
-from tests.facts import experiment, write_facts
+from tests.facts import TINY_BERT, experiment, write_facts
 from tests.numerics.test_engine import ds_for
 from tests.numerics.test_retriever_gradcache import QUERIES, STAGES, depth, distance
 from tests.numerics.test_retriever_gradcache import STEP as MARGINS
@@ -35,6 +35,10 @@ CUTS: dict[int, list[Cut]] = {
 }
 _TWO: dict[str, Any] = {"data": {"passages": 3, "positives": 2}}
 LEARNT: dict[str, Any] = {"encoder": {"learn_temperature": True}}
+# scores that differ: of nearly equal ones the gradients of a list would cancel
+_WIDE = {"config": {**TINY_BERT["config"], "initializer_range": 0.3}}
+SPREAD = {"base": _WIDE, "data": {"passages": 3}}
+LISTS = ("pointwise", "margin", "ranknet", "softmax", "lambda")  # losses of a cross-encoder
 FORMS: dict[str, dict[str, Any]] = {
     "symmetric": {"loss": {"symmetric": True, "mask_duplicates": True}, **LEARNT},
     "margin": {"loss": {"margin": 0.1}},
@@ -82,6 +86,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "loss": {"distillation": {}, "false_negatives": {"share": 0.9}},
         **_TWO,
     },
+    **{f"cross, {loss}": {"cross": {"loss": loss}, **SPREAD} for loss in LISTS},
     "late, margins": {
         "loss": {"contrastive": 0.0, "distillation": {"kind": "margin_mse"}, "pool_on_host": True},
         **_TWO,
@@ -95,17 +100,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
-    name = "retriever, late" if form.startswith("late") else "retriever"
-    values = experiment(name, folder)
+    kind = form.partition(",")[0]
+    values = experiment(f"retriever, {kind}" if kind in ("late", "cross") else "retriever", folder)
+    if kind == "cross":  # which lists share nothing in
+        return loaded(vary(values, **FORMS[form]), folder)
     cut: dict[str, Any] = {}
     if isinstance(chunks, int):
         cut = {"chunk_tokens": chunks}
     elif chunks is not None:
         cut = {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
     values["loss"] = cut
-    return tasks.load(
-        tasks.parse(vary(values, **FORMS[form])), Places(folder, folder / "cache", folder)
-    )
+    return loaded(vary(values, **FORMS[form]), folder)
+
+
+def loaded(values: dict[str, Any], folder: Path) -> Any:
+    return tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
 
 
 def rows_of(task: Any, *, is_one_absent: bool = True) -> list[dict[str, Any]]:
@@ -162,8 +171,8 @@ def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> lis
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_that_of_one_batch_at_every_stage(form: str, world: int, folder: Path) -> None:
     ((_, _, wanted),) = run_on_ranks(1, at, folder, form, (0,), [PLAIN])[0]
-    is_late = form.startswith("late")  # which cuts by texts alone
-    cuts = [cut for cut in CUTS[world] if not (is_late and isinstance(cut[0], int))]
+    of = {"late": (type(None), tuple), "cross": type(None)}.get(form.partition(",")[0], object)
+    cuts = [cut for cut in CUTS[world] if isinstance(cut[0], of)]  # late cuts by texts alone
     found = run_on_ranks(world, at, folder, form, STAGES, cuts)[0]
     losses = [abs(step[0] - wanted[0]) for _, _, step in found]
     gradients = [distance(step[1], wanted[1]) for _, _, step in found]
