@@ -114,6 +114,8 @@ FILES = (
         pieces_of_others="holds pieces of a command with another {changed}. Give",
         path_exists="exists already, and nothing is overwritten",
         out_folder_absent="its folder does not exist",
+        out_is_folder="{out}: is a folder. Want the name of a file",
+        out_packed="{out}: got a name in .gz, but what is written is not packed",
     )
     | wording(
         LatheError,
@@ -372,6 +374,10 @@ PASSAGES = wording(
     fuse_weights="{got} --weight for {want} --run",
     fuse_weight="--weight {got}: want a number of at least 0",
     fuse_nothing="every --weight is 0",
+    run_tag="--tag {got}: want one word",
+    scored_two_kinds="got {flags} with --scored, whose rows are measured as they are",
+    split_of_no_queries="--split {split} says which of --queries count, and there are none",
+    no_vectors_of_pairs='task {task!r} of form="{form}" makes no vectors',
     drop_without_rows="--drop_above and --drop_margin leave negatives of training rows out",
     rank_range="want a count of at least 1, and ranks 1 <= first <= last",
     depth_wanted="--depth {depth}: want at least 1",
@@ -892,11 +898,13 @@ RETRIEVER = wording(
     pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
     scores_no_pairs="task {task!r} scores no pairs",
     rerank_source="give --run or --rows, one of them",
+    rerank_two_kinds="got {flags} with --rows, whose rows hold their own questions and passages",
     rerank_texts="give --queries and --passages, too",
 ) | wording(
     DataError,
     text_without_tokens="a {side} has no token, for {tokenizer!r} knows nothing in its text",
     scores_of_passages="want a number for each of the row's ...passages, positives first",
+    score_of_no_float32="question {question!r}, passage {passage!r}: the score is ...which no float32 holds",
     scores_are_ranks="has ranks, and a teacher gives scores",
     no_teacher_scores="no passage of the training rows has a score of a teacher",
     passages_to_score_absent="want passages to score",

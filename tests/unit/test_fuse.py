@@ -74,6 +74,8 @@ def test_files_of_two_formats_become_one_and_a_lacking_question_is_told(tmp_path
             ["--run", "a", "--run", "b", "--format", "csv"],
             fault("flag_choice", flag="--format csv"),
         ),
+        (["--run", "a", "--run", "b", "--tag", "my run"], fault("run_tag", got="'my run'")),
+        (["--run", "a", "--run", "b", "--tag", ""], fault("run_tag", got="''")),
     ],
 )
 def test_runs_that_cannot_be_fused_are_refused_in_words(
@@ -82,3 +84,25 @@ def test_runs_that_cannot_be_fused_are_refused_in_words(
     result = CliRunner().invoke(app, ["fuse", *flags, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     says(said, " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "scores"),
+    [
+        ([], ["1e308", "0.5", "-1e308"]),  # their distance is infinite
+        (["--weight", "1e39", "--weight", "1"], ["2.0", "1.0", "0.0"]),
+    ],
+)
+def test_scores_that_a_run_file_cannot_hold_are_refused(
+    flags: list[str], scores: list[str], tmp_path: Path
+) -> None:
+    lines = [f"q Q0 {name} 1 {score} w\n" for name, score in zip("abc", scores, strict=True)]
+    (tmp_path / "far.trec").write_text("".join(lines))
+    _, _, *other = files(tmp_path)
+    out = tmp_path / "out"
+    out.write_text("an older one")
+    words = ["fuse", "--run", str(tmp_path / "far.trec"), *other, *flags, "--out", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    says("score_of_no_float32", " ".join(result.output.split()), question="q", passage="a")
+    assert out.read_text() == "an older one"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from tests import forked
@@ -218,6 +220,14 @@ def test_training_rows_get_the_scores_of_a_teacher_positives_first(
         ),
         (["--rows", "r", "--format", "csv"], fault("flag_choice", flag="--format csv")),
         (["--rows", "r", "--precision", "fp8"], fault("flag_choice", flag="--precision fp8")),
+        (
+            ["--rows", "r", "--queries", "q", "--depth", "3", "--format", "msmarco"],
+            fault("rerank_two_kinds", flags="--queries, --depth, --format"),
+        ),
+        (
+            ["--run", "r", "--queries", "q", "--passages", "p", "--tag", "a b"],
+            fault("run_tag", got="'a b'"),
+        ),
     ],
 )
 def test_what_cannot_be_reranked_is_refused_in_words(flags: list[str], said: Fault) -> None:
@@ -233,12 +243,34 @@ def test_a_model_without_pairs_and_a_run_of_other_questions_are_refused(
     result = forked.run(*TRAINER, *words)
     assert result.returncode == 2
     says("scores_no_pairs", result.stderr, task="retriever")
+    words = argv(folder, "--in", str(folder / "corpus.jsonl"), "--side", "passage")
+    result = forked.run(*TRAINER, "encode", *words[1:], "--out", str(tmp_path / "vectors"))
+    assert result.returncode == 2
+    says("no_vectors_of_pairs", result.stderr, task="retriever", form="cross")
     (tmp_path / "other.trec").write_text("x Q0 p1 1 2.0 t\n")
     words = of_run(folder, tmp_path / "run.trec")
     words[words.index("--run") + 1] = str(tmp_path / "other.trec")
     result = forked.run(*TRAINER, *words)
     assert result.returncode == 2
     says("ranking_of_others", result.stderr, count=NUM_QUERIES, ours="x", theirs="q0")
+
+
+def test_behind_two_dashes_torchrun_takes_no_flag_of_ours_for_one_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torchrun = get_args_parser()
+    group: Any = typer.main.get_command(app)
+    taken: set[str] = set()
+    for name, command in group.commands.items():
+        for flag in (flag for one in command.params for flag in one.opts if flag.startswith("-")):
+            words = ["--nproc_per_node", "2", "-m", "--", "trainer", name, flag, "x"]
+            assert torchrun.parse_args(words).training_script_args == words[5:]
+            try:
+                torchrun.parse_args([word for word in words if word != "--"])
+            except SystemExit:
+                taken.add(flag)
+    assert taken == {"--run"}, "docs/retrieval.md says of which flags"
+    assert "--run-path" in capsys.readouterr().err
 
 
 def test_a_judge_leaves_out_negatives_that_it_prefers_to_the_positive(

@@ -390,6 +390,31 @@ def test_what_cannot_be_judged_is_refused(found: Place) -> None:
     assert "nothing says what is relevant" in output_of_refused(
         "judge", "--run", found.path("run.trec")
     )
+    said = output_of_refused("judge", "--run", found.path("run.trec"), "--split", "test")
+    says("split_of_no_queries", said, split="test")
+    both = ["--scored", found.path("scored.json"), "--qrels", "q", "--remove_query"]
+    says("scored_two_kinds", output_of_refused("judge", *both), flags="--qrels, --remove_query")
+
+
+@pytest.mark.parametrize("command", ["search", "bm25", "fuse", "rerank", "mine", "contexts"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
+    command: str, tmp_path: Path
+) -> None:
+    two = ["--queries", "absent", "--passages", "absent"]
+    flags = {
+        "search": two,
+        "bm25": two,
+        "fuse": ["--run", "absent", "--run", "absent"],
+        "rerank": ["-sb", "absent", "--rows", "absent"],
+        "mine": ["--run", "absent", *two],
+        "contexts": ["--run", "absent", *two],
+    }[command]
+    for out in (Path("."), tmp_path):
+        says("out_is_folder", output_of_refused(command, *flags, "--out", str(out)), out=str(out))
+    absent = str(tmp_path / "no" / "out")
+    says("out_folder_absent", output_of_refused(command, *flags, "--out", absent))
+    packed = str(tmp_path / "run.trec.gz")
+    says("out_packed", output_of_refused(command, *flags, "--out", packed), out=packed)
 
 
 def test_a_reader_and_a_ranking_are_compared(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.unit.test_retriever_task import exported, loaded, texts, training_row
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.block import validate
+from trainer.data import left_out
 from trainer.protocol.task import DRAW, Places
 from trainer.retrieval import reranking
 from trainer.tasks.retriever import export, selection, sentence_folder
@@ -277,6 +278,26 @@ def test_rows_without_any_score_teach_nothing() -> None:
         list(teacher_scores.required([row]))
     scored = {**row, "negatives": [{**CORPUS[1], "score": 1.0}]}
     assert list(teacher_scores.required([row, scored])) == [row, scored]
+
+
+def test_queries_of_which_a_teacher_scored_no_positive_are_told() -> None:
+    """Scores of other ids, and NaN for a positive, which JSON reads as none, taught in silence."""
+    whole = [{**passage, "score": 1.0} for passage in CORPUS[:2]]
+    sides: list[Any] = [
+        (whole[:1], whole[1:]),
+        (CORPUS[:1], whole),  # no positive
+        (whole[:1], CORPUS[1:2]),  # nothing beside it
+    ]
+    rows = [
+        {"id": str(number), "query": "x", "positives": positives, "negatives": negatives}
+        for number, (positives, negatives) in enumerate(sides)
+    ]
+    with left_out.reading() as notes:
+        assert list(teacher_scores.required(rows)) == rows
+    assert [(one.place, one.why) for one in notes.first] == [
+        ("query '1'", teacher_scores.UNTAUGHT),
+        ("query '2'", teacher_scores.UNTAUGHT),
+    ]
 
 
 # Models

@@ -4,7 +4,7 @@ the measures of a run file, which judge tells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
 
+_BM25 = "bm25"  # the tag of its runs
 RunFile = Annotated[
     Path,
     typer.Option(
@@ -182,13 +183,13 @@ def bm25(
     from trainer.data.readers.questions import queries as read_queries
     from trainer.retrieval import negatives
 
-    check_run(run_format, out)
+    check_run(run_format, out, _BM25)
     questions = list(read_queries(queries, split))
     write_run(
         out,
         negatives.bm25(questions, corpora.passages(passages), depth=depth),
         run_format,
-        "bm25",
+        _BM25,
     )
 
 
@@ -237,6 +238,7 @@ def measures_of(asked: RankingOptions, split: str | None, *, strict: bool) -> di
 
     if (asked.run is None) == (asked.scored is None):
         raise ConfigError("give --run or --scored, one of them.")
+    _refuse_unread(asked, split)
     if asked.run is None:
         path = asked.scored or Path()
         of_file = OwnRows(files=Splits(test=path.name))
@@ -257,6 +259,27 @@ def measures_of(asked: RankingOptions, split: str | None, *, strict: bool) -> di
     with left_out.one_reading(str(asked.run), strict=strict):
         return run_measures(
             read, questions, asked.qrels, passages=asked.passages, only=only_ids, at=cuts
+        )
+
+
+def _refuse_unread(asked: RankingOptions, split: str | None) -> None:
+    """ConfigError for flags that nothing would read."""
+    if asked.scored is not None:
+        given = [
+            f"--{field.name}"
+            for field in fields(RankingOptions)
+            if field.name not in ("scored", "at") and getattr(asked, field.name) != field.default
+        ]
+        given += [] if split is None else ["--split"]
+        if given:
+            raise ConfigError(
+                f"judge: got {', '.join(given)} with --scored, whose rows are measured as they "
+                "are. Leave them out."
+            )
+    if split is not None and asked.queries is None:
+        raise ConfigError(
+            f"--split {split} says which of --queries count, and there are none. Give --queries, "
+            "or the ids by --only."
         )
 
 
@@ -303,8 +326,10 @@ def mine(
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_qrels, read_run
+    from trainer.files.atomic import check_output
     from trainer.retrieval import negatives
 
+    check_output(out)
     window = negatives.RankRange(most, first, last, seed, keep_answers)
     questions = list(read_queries(queries, split))
     read = [read_run(run) for run in runs]
@@ -341,8 +366,10 @@ def contexts(
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_run
+    from trainer.files.atomic import check_output
     from trainer.retrieval import negatives
 
+    check_output(out)
     questions, of_run = list(read_queries(queries, split)), read_run(run)
     needed = {hit.passage for query in questions for hit in of_run.get(query.id, [])[:depth]}
     texts = corpora.passages_with_ids(passages, needed)
@@ -361,14 +388,18 @@ def _rows(source: Path, side: str, split: str | None) -> Any:
     return ({"id": query.id, "text": query.text} for query in queries(source, split))
 
 
-def check_run(run_format: str, out: Path) -> None:
-    """ConfigError for a format that is none of run files, or a folder that is not there."""
+def check_run(run_format: str, out: Path, tag: str) -> None:
+    """ConfigError for a format that is none of run files, for a file that cannot be written
+    (check_output), and for a tag that would be no column, or several.
+    """
+    from trainer.files.atomic import check_output
     from trainer.retrieval.rankings import RunFormat
 
     if run_format not in get_args(RunFormat):
         raise ConfigError(f"--format {run_format}: want {', '.join(get_args(RunFormat))}.")
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
+    if len(tag.split()) != 1 or tag != tag.strip():
+        raise ConfigError(f"--tag {tag!r}: want one word, for it is a column of the run file.")
+    check_output(out)
 
 
 def write_run(out: Path, of_run: Rankings, run_format: Any, tag: str) -> None:

@@ -31,7 +31,15 @@ from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, open_model
 from trainer.evaluation.search import check_search
 from trainer.exports import record
-from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
+from trainer.files.atomic import (
+    aside,
+    check_output,
+    create_json,
+    read_json,
+    refusals,
+    replace_file,
+    sha256_of,
+)
 from trainer.models import adapters
 from trainer.protocol import cut_counts
 from trainer.protocol.abilities import Prediction, Trained
@@ -74,10 +82,9 @@ def predict(request: RowsToPredict) -> int:
     or an existing output. Pieces that were predicted before an error stay.
     """
     check_search(request.how.search)
+    check_output(request.out)
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
     if out.exists() and not parts.is_dir():
         raise ConfigError(
             f"--out {out}: exists already, and nothing is overwritten. Give another name."

@@ -31,7 +31,7 @@ from trainer.evaluation.row_scores import (
     sums_of_answers,
 )
 from trainer.evaluation.search import check_search
-from trainer.files.atomic import write_json
+from trainer.files.atomic import check_output, write_json
 from trainer.metrics.intervals import intervals
 from trainer.metrics.judge_record import CANDIDATE
 from trainer.metrics.mergeable import cut_at, scores_by_dataset
@@ -350,8 +350,8 @@ def _check(question: Question) -> None:
     if "" in question.cut_at:
         raise ConfigError('--cut_at "": got an empty text, which stands everywhere. Leave it out.')
     for path in (question.predictions, question.passage_scores):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: its folder does not exist. Make it, or write elsewhere.")
+        if path is not None:
+            check_output(path)
 
 
 def model_folder(question: Question, options: Options) -> Path:

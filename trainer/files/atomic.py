@@ -243,6 +243,22 @@ def size_of(nbytes: int) -> str:
     return f"{nbytes / 2**10:.1f} KiB"
 
 
+def check_output(out: Path) -> None:
+    """ConfigError for a file that could not be written once the work is done: its folder is not
+    there, or it is a folder itself. And for a name in .gz: nothing that we write is packed, and
+    whoever read it would refuse it.
+    """
+    if out.is_dir():
+        raise ConfigError(f"{out}: is a folder. Want the name of a file: add one.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
+    if out.suffix == ".gz":
+        raise ConfigError(
+            f"{out}: got a name in .gz, but what is written is not packed. Name it "
+            f"{out.with_suffix('')}, and pack it afterwards."
+        )
+
+
 def refuse_existing(out: Path) -> None:
     """ConfigError when --out is there already."""
     if out.exists() or out.is_symlink():

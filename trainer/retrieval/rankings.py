@@ -23,6 +23,7 @@ from trainer.files.atomic import aside
 logger = logging.getLogger(__name__)
 
 RunFormat = Literal["trec", "tevatron", "msmarco"]
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 # Files
@@ -36,7 +37,8 @@ def write_run(
     format: RunFormat = "trec",
     tag: str = "dense",
 ) -> None:
-    """Write rankings as a run file. An error leaves an older file of this name as it was.
+    """Write rankings as a run file. An error leaves an older file of this name as it was; DataError
+    for a score that is NaN, or beyond float32.
 
     trec: question, Q0, passage, rank from 1, score, tag, with blanks. tevatron: question, passage,
     score, with tabs. msmarco: question, passage, rank from 1, with tabs. Scores are written so that
@@ -49,6 +51,11 @@ def write_run(
 
 
 def _line(question: str, hit: Hit, rank: int, format: RunFormat, tag: str) -> str:
+    if not abs(hit.score) <= _LARGEST:  # nor is NaN
+        raise DataError(
+            f"question {question!r}, passage {hit.passage!r}: the score is {hit.score}, which no "
+            "float32 holds, and a run file has those. Scale the scores or weights that it is of."
+        )
     if format == "msmarco":
         return f"{question}\t{hit.passage}\t{rank}\n"
     # numpy writes the shortest text that reads back as the same float32, always with a point

@@ -44,7 +44,7 @@ def fuse(
     from trainer.data.readers.rankings import read_run
     from trainer.retrieval import rankings
 
-    check_run(run_format, out)
+    check_run(run_format, out, tag)
     of_each = _checked(len(runs), weights)
     if by not in get_args(rankings.Fusion):
         raise ConfigError(f"--by {by}: want {', '.join(get_args(rankings.Fusion))}.")

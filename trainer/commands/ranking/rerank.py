@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.commands import options
-from trainer.commands.retrieval import Depth, Format, OfSplit
+from trainer.commands.retrieval import Depth, Format, OfSplit, check_run
 from trainer.config.flags import Strict
 from trainer.errors import ConfigError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
     from trainer.retrieval.false_negatives import JudgeLimits
     from trainer.retrieval.reranking import TextList
+
+
+_OF_RUNS = ("queries", "passages", "depth", "split", "run_format", "tag")  # not of --rows
 
 
 @dataclass(frozen=True)
@@ -228,17 +231,20 @@ def _folder(what: RerankOptions) -> Path:
 
 
 def _check(what: RerankOptions, precision: str) -> None:
-    from trainer.retrieval.rankings import RunFormat
-
     if (what.run is None) == (what.rows is None):
         raise ConfigError("give --run or --rows, one of them.")
     if what.run is not None and (what.queries is None or what.passages is None):
         raise ConfigError("--run names ids alone: give --queries and --passages, too.")
-    for name, value, legal in (
-        ("format", what.run_format, get_args(RunFormat)),
-        ("precision", precision, ("fp32", "bf16")),
-    ):
-        if value not in legal:
-            raise ConfigError(f"--{name} {value}: want {', '.join(legal)}.")
-    if not what.out.parent.is_dir():
-        raise ConfigError(f"{what.out}: its folder does not exist. Make it, or write elsewhere.")
+    if precision not in ("fp32", "bf16"):
+        raise ConfigError(f"--precision {precision}: want fp32, bf16.")
+    check_run(what.run_format, what.out, what.tag)
+    given = [
+        f"--{field.name.removeprefix('run_')}"
+        for field in fields(RerankOptions)
+        if field.name in _OF_RUNS and getattr(what, field.name) != field.default
+    ]
+    if what.rows is not None and given:
+        raise ConfigError(
+            f"rerank: got {', '.join(given)} with --rows, whose rows hold their own questions and "
+            "passages. Leave them out."
+        )

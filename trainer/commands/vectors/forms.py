@@ -78,8 +78,11 @@ def writer_of(
         word_weights.scipy_sparse()
         return VectorWriter(word_weights, word_weights.WordPlan, {}, {})
     if not isinstance(task, Embeds):
+        form = getattr(task.cfg, "form", None)
+        of_form = "" if form is None else f' of form="{form}"'
         raise ConfigError(
-            f"task {task.cfg.task!r} makes no vectors. Name an experiment of a retriever."
+            f"task {task.cfg.task!r}{of_form} makes no vectors. Name an experiment of a retriever "
+            'of form="bi", "late" or "sparse".'
         )
     if factor is not None:
         raise ConfigError(_of_other("--pool_factor", "late", "bi"))

@@ -81,7 +81,7 @@ def search(
     from trainer.retrieval.vector_index import IndexOptions, folder_of
     from trainer.runtime import distributed
 
-    check_run(run_format, out)
+    check_run(run_format, out, tag)
     distributed.init()
     if faiss is None and (index or ef_search or nprobe):
         raise ConfigError("--index, --ef_search and --nprobe are of an index: give --faiss.")

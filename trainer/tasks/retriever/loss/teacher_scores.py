@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import OwnRows, Splits
+from trainer.data.left_out import note
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.folders import required_folder
 from trainer.data.readers.jsonl import preview
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Scores = dict[str, dict[str, float]]  # by question and passage
 
 SCORES = "scores"  # the field of a row
+UNTAUGHT = "queries of which a teacher scored no positive, or no passage besides (it says little)"
 _OF_READERS = {".json", ".jsonl"}
 
 
@@ -61,13 +63,16 @@ def of_file(rows: Iterable[Row], name: str, folder: Path | None) -> Iterator[Row
 
 
 def required(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same rows. DataError at their end if none has a passage with a score: there is nothing to
-    learn from.
+    """The same rows. Those without the score of a positive and of another passage are noted.
+    DataError at their end if none has a passage with a score: there is nothing to learn from.
     """
     is_scored = False
     for row in rows:
         passages = [*row["positives"], *row["negatives"]]
-        is_scored = is_scored or any(_is_scored(passage) for passage in passages)
+        num_scored = sum(_is_scored(passage) for passage in passages)
+        if num_scored < 2 or not any(_is_scored(passage) for passage in row["positives"]):
+            note(f"query {row['id']!r}", UNTAUGHT, field=SCORES)
+        is_scored = is_scored or num_scored > 0
         yield row
     if not is_scored:
         raise DataError(
