@@ -9,6 +9,27 @@ COPIES = "tests/unit/test_near_copies.py"
 
 FAULTS = [
     Fault(
+        "trainer/retrieval/rankings.py",
+        "if not abs(hit.score) <= _LARGEST:",
+        "if abs(hit.score) > _LARGEST:",
+        why="a run file of several holds NaN where scores are far apart",
+        tests="tests/unit/test_fuse.py",
+    ),
+    Fault(
+        "trainer/commands/retrieval.py",
+        "if len(tag.split()) != 1 or tag != tag.strip():",
+        "if not tag:",
+        why="a tag of two words makes a run file of seven columns",
+        tests="tests/unit/test_fuse.py",
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/teacher_scores.py",
+        'if num_scored < 2 or not any(_is_scored(passage) for passage in row["positives"]):',
+        "if num_scored < 2:",
+        why="positives without a teacher's score are not told",
+        tests="tests/unit/test_retriever_losses.py -k teach",
+    ),
+    Fault(
         "trainer/tasks/retriever/cross/losses.py",
         "return both & (self.labels_QN[:, :, None] > self.labels_QN[:, None, :])",
         "return both & (self.labels_QN[:, :, None] >= self.labels_QN[:, None, :])",
