@@ -44,7 +44,10 @@ class RankRange:
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 1 <= self.first <= self.last:
-            raise ConfigError(f"{self}: want a count of at least 1, and ranks 1 <= first <= last.")
+            raise ConfigError(
+                f"--count {self.count} --first {self.first} --last {self.last}: want a count of at "
+                "least 1, and ranks 1 <= first <= last."
+            )
 
 
 def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, list[str]]:
