@@ -28,8 +28,8 @@ from trainer.retrieval import stored_forms
 from trainer.runtime import distributed
 
 # The scores of a block are at most 8 MiB, which a processor's cache still holds; a block of fewer
-# questions has more passages, up to 96 MiB of 768 numbers each.
-QUERY_BLOCK, BLOCK_SCORES, LARGEST_PASSAGE_BLOCK = 256, 2**21, 32_768
+# questions has more passages. What has to be made fp32 first is at most 96 MiB of 768 numbers each.
+QUERY_BLOCK, BLOCK_SCORES, LARGEST_CONVERTED_BLOCK = 256, 2**21, 32_768
 FEW_QUERIES, FEW_FOR_INTEL = 8, 32
 ROWS_OF_A_THREAD = 4096  # fewer are computed before a thread has begun
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
@@ -66,7 +66,9 @@ def search(
     query_block = query_block or (GPU_QUERY_BLOCK if is_gpu else QUERY_BLOCK)
     if passage_block is None:
         in_block = BLOCK_SCORES // min(query_block, max(1, len(queries)))
-        passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(LARGEST_PASSAGE_BLOCK, in_block)
+        is_fp32 = all(shard.dtype == np.float32 for shard in passages)
+        most = in_block if is_fp32 else LARGEST_CONVERTED_BLOCK
+        passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(most, in_block)
     check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
     keys_QK = torch.full((len(queries), depth), NO_HIT, device=device)
@@ -132,13 +134,14 @@ def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
     questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time;
     for one, numpy's vecdot takes 40% of it, and MKL longer than either. On an Intel Xeon MKL takes
     60 to 85% of OpenBLAS's time, with the passages on the left for up to FEW_FOR_INTEL questions,
-    and with the questions there for more.
+    and with the questions there for more; for one, OpenBLAS takes 90% of either's.
     """
     if queries_QD.device.type != "cpu":
         return queries_QD @ block_PD.T
-    if len(queries_QD) == 1:
-        return torch.from_numpy(_products_of_one(queries_QD[0].numpy(), block_PD.numpy()))[None]
     is_intel = devices.of_processor("vendor_id") == "GenuineIntel"
+    if len(queries_QD) == 1:
+        one = _products_of_one(queries_QD[0].numpy(), block_PD.numpy(), is_intel=is_intel)
+        return torch.from_numpy(one)[None]
     if len(queries_QD) <= (FEW_FOR_INTEL if is_intel else FEW_QUERIES):
         return (block_PD @ queries_QD.T).T
     if is_intel:
@@ -146,11 +149,11 @@ def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
     return torch.from_numpy(block_PD.numpy() @ queries_QD.numpy().T).T
 
 
-def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray) -> np.ndarray:
+def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray, *, is_intel: bool) -> np.ndarray:
     """(P,) dot products, in as many threads as torch has: vecdot itself computes in one."""
     workers = min(torch.get_num_threads(), len(block_PD) // ROWS_OF_A_THREAD)
     if workers < 2:
-        return np.vecdot(block_PD, query_D)
+        return block_PD @ query_D if is_intel else np.vecdot(block_PD, query_D)
     with ThreadPoolExecutor(workers) as pool:
         parts = pool.map(lambda part: np.vecdot(part, query_D), np.array_split(block_PD, workers))
         return np.concatenate(list(parts))
