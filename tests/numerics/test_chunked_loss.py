@@ -229,3 +229,35 @@ def test_ranks_with_few_and_many_labels_call_the_layer_once_a_step_under_zero3(
     for got, calls in run_on_ranks(2, _run, 3, adapts_head):
         assert got == pytest.approx(want, rel=1e-5)
         assert calls == 3
+
+
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("positions", [WIDTH - 4, POSITIONS])  # fewer than numbers of a state, more
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_by_target_have_the_gradients_of_all_logits_at_once(
+    kind: str, positions: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATHE_CPU_KERNELS", kernels)
+    wanted = _step_by_target(kind, positions)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", CHUNK)
+    found = _step_by_target(kind, positions)
+    assert found.keys() == wanted.keys()
+    how: dict[str, Any] = {"depth": 2 * (WIDTH + VOCABULARY), "margin": 3.0}
+    assert_all_close(found, wanted, what="of a loss by target", of=kind, **how)
+
+
+def _step_by_target(kind: str, positions: int) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    layer = _layer(kind, torch.float32)
+    hidden = torch.randn(positions, WIDTH).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (positions,))
+    config = SimpleNamespace(
+        model_type="any", final_logit_softcapping=2.0 if kind == "capped" else None
+    )
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: layer)
+    of_targets = OutputLayer(model).losses(hidden, targets)
+    (of_targets * torch.linspace(-1, 2, positions)).sum().backward()
+    weights = {n: w.grad for n, w in layer.named_parameters() if w.grad is not None}
+    assert hidden.grad is not None
+    return {"losses": of_targets.detach(), "states": hidden.grad, **weights}

@@ -236,7 +236,7 @@ class _Chunked(torch.autograd.Function):
         if ctx.waits:
             ctx.save_for_backward(*inputs)
             needed = (False,) * len(inputs)
-        work = _Gradients(inputs, needed)
+        work = _Gradients(inputs, needed, leaves_weight=True)
         total = work.run(scoring)
         ctx.gradients = None if ctx.waits else work.finished()
         ctx.kept = work.kept()
@@ -290,7 +290,14 @@ class _Gradients:
     as many.
     """
 
-    def __init__(self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        inputs: tuple[Tensor | None, ...],
+        needed: tuple[bool, ...],
+        *,
+        leaves_weight: bool = False,
+    ) -> None:
+        """leaves_weight: where it is cheaper, whoever asks multiplies what `kept` gives."""
         hidden, weight, _, low, _ = self._inputs = inputs
         assert hidden is not None
         assert weight is not None
@@ -305,7 +312,7 @@ class _Gradients:
         keeps = needed[1] and of_kept <= (of_sum if hidden.element_size() == 4 else 2 * of_sum)
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
         # whether the weight's gradient is left to the backward pass
-        self._is_late = keeps and is_narrow(hidden) and low is None
+        self._is_late = leaves_weight and keeps and is_narrow(hidden) and low is None
 
     def losses(self, scoring: Scoring) -> Tensor:
         """(N,) fp32: the losses of single targets, without gradients."""
