@@ -195,10 +195,8 @@ RERANKER_MINILM_NQ = vary(
     train={"steps": 250, "eval_batch": 16, "eval_every": 125, "save_every": 25},
 )
 RERANKER_MINILM_NQ["data"] = {
-    "source": "tevatron",
+    **MINILM_NQ["data"],
     "files": {"train": "mined.both.jsonl", "valid": "mined.both.valid.jsonl"},
-    "query_tokens": 32,
-    "passage_tokens": 256,
     "passages": 8,
 }
 # The first step of benchmarks/chain.py, which makes its files: made-up people and places.
