@@ -357,6 +357,7 @@ PASSAGES = wording(
 ) | wording(
     ConfigError,
     switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
+    switches_of_ranks="{name} is {word} on rank 0 and {other} on rank {rank}",
     liger_needs_gpu="liger-kernel's kernels run on a CUDA GPU, and this run has a processor",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
@@ -398,6 +399,7 @@ VECTORS = (
     wording(
         ConfigError,
         vectors_unfinished="is not finished: run the same encode command again",
+        vectors_of_other_kernels="Unset {switch}: then it goes on as it was begun",
         vectors_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
         vectors_folder_taken="holds other files and no vectors of ours",
         vectors_being_written="another process is writing it",

@@ -40,6 +40,13 @@ def refuse_other_words(environment: Mapping[str, str]) -> None:
         is_on(name, environment, default=name != LIGER)
 
 
+def words_of_a_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the environment says of the switches that all ranks of a run need alike, "" for nothing:
+    numbers depend on them, or which collectives are called.
+    """
+    return {name: environment.get(name, "") for name in (CPU_KERNELS, TF32, LIGER, EXAMINE)}
+
+
 def uses_cpu_kernels(environment: Mapping[str, str]) -> bool:
     """Whether a processor attends to rows one by one, and computes losses in the tensor of their
     logits (docs/decisions/0041-kernels-of-a-processor.md).

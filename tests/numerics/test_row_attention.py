@@ -4,24 +4,38 @@ fp64.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.bases import base_of
+from tests.facts import experiment, write_facts
+from trainer import tasks
 from trainer.models.processor.row_attention import (
     FEW_KEYS,
     Piece,
     attend,
     attend_biased,
+    is_wide,
     pieces_of,
 )
+from trainer.protocol.task import Places
+from trainer.retrieval.embeddings import encoder_of
 
 
 @pytest.fixture(autouse=True)
 def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows one by one, and losses in the tensor of their logits."""
     monkeypatch.setenv("LATHE_CPU_KERNELS", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
 
 
 # Neighbours of equal length, a row alone, a row of one token
@@ -147,6 +161,35 @@ def test_dropout_takes_its_share_in_both_passes() -> None:
         [attend_biased(q, k, ones, bias, pieces, dropout=0.3).detach() for _ in range(400)]
     )
     assert float(many.mean()) == pytest.approx(1.0, abs=0.02), "what stays is scaled up"
+
+
+def test_autocast_gives_attention_one_dtype() -> None:
+    """Rotations leave queries and keys in fp32, while the values come from a product in bf16."""
+    q, k, v = (_drawn(LENGTHS, HEADS, n).detach().float() for n in range(3))
+    pieces = pieces_of(_starts(LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attend(q, k, v.bfloat16(), pieces)
+    assert torch.equal(mixed, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), pieces))
+
+
+def test_autocast_leaves_biased_scores_to_kernels_that_keep_them_in_fp32() -> None:
+    assert is_wide(torch.ones(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_wide(torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_vectors_in_bf16_are_near_those_in_fp32(name: str, folder: Path) -> None:
+    base = base_of("retriever", name, vocab_size=384)
+    cfg = tasks.parse({**experiment("retriever", folder), "base": base})
+    task: Any = tasks.load(cfg, Places(folder, folder / "cache", folder / "runs"))
+    model = task.model().eval()
+    texts = [{"text": f"{'it is there ' * n}."} for n in range(4)]
+    exact, rounded = (
+        encoder_of(task, model, side="passage", batch=4, precision=precision)(texts)
+        for precision in ("fp32", "bf16")
+    )
+    assert float((rounded - exact).norm() / exact.norm()) < 0.02
 
 
 def test_sixteen_bits_keep_their_dtype() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer.data.shard_folder import META, PLAN, ShardFolder
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.switches import CPU_KERNELS
@@ -216,8 +216,9 @@ def test_a_plan_notes_the_kernels_and_whoever_reads_it_does_not_meet_them(
     assert shards.begin(GIVEN, choice="shard_size") == wanted
     assert shards.read(PLAN, dict) == wanted
     monkeypatch.setenv(CPU_KERNELS, "0")
-    with refused("vectors_of_others", key=CPU_KERNELS, was="1", now="0"):
+    with refused("vectors_of_others", key=CPU_KERNELS, was="1", now="0") as caught:
         shards.begin(GIVEN, choice="shard_size")
+    says("vectors_of_other_kernels", caught.value, switch=CPU_KERNELS)
     other = folder_in(tmp_path / "other")  # what does not depend on them
     assert other.begin(GIVEN, choice="") == wanted
     monkeypatch.setenv(CPU_KERNELS, "1")

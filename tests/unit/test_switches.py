@@ -14,16 +14,19 @@ import pytest
 import torch
 
 from tests.facts import experiment
-from tests.wording import refused
+from tests.ranks import run_on_ranks
+from tests.wording import refused, says
 from trainer import switches
-from trainer.launch import run_folder
+from trainer.errors import ConfigError
+from trainer.launch import run, run_folder
 from trainer.launch.run_folder import (
     _of_kernels as kernels_of,  # pyright: ignore[reportPrivateUsage]
 )
+from trainer.launch.together import run_together
 from trainer.models.processor.row_attention import is_here
 from trainer.plan.memory.measure import MeasureRequest
 from trainer.plan.memory.measure import _key as key_of  # pyright: ignore[reportPrivateUsage]
-from trainer.runtime import device_defaults
+from trainer.runtime import device_defaults, distributed
 from trainer.switches import (
     CPU_KERNELS,
     EXAMINE,
@@ -45,6 +48,36 @@ def test_a_word_that_a_switch_does_not_know_is_refused_before_a_run(
     on, off = ("on", "off") if name == EXAMINE else ("1", "0")
     with refused("switch_word", name=name, word=word, on=on, off=off):
         device_defaults.before_torch()
+
+
+class Looked(Exception):
+    """What was to be seen was seen."""
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+
+
+def _refused_with(words: dict[str, str]) -> str:
+    """What a rank says of a group in which the last rank's environment says these words."""
+    for name in (CPU_KERNELS, EXAMINE, TF32):
+        os.environ.pop(name, None)
+    if not distributed.is_main():
+        os.environ.update(words)
+    try:
+        distributed._refuse_other_switches()  # pyright: ignore[reportPrivateUsage]
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_switches_differ_are_refused_on_all_of_them() -> None:
+    """One rank would compute by kernels of its own, and nobody would be told."""
+    for name, word in ((CPU_KERNELS, "0"), (EXAMINE, "off"), (TF32, "0")):
+        for text in run_on_ranks(2, _refused_with, {name: word}):
+            says("switches_of_ranks", text, name=name, word="not set", other=word, rank=1)
+    assert run_on_ranks(2, _refused_with, {KEEP_MEMORY: "0"}) == ["", ""]
 
 
 @pytest.mark.parametrize("default", [True, False])
@@ -83,13 +116,13 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with(
 ) -> None:
     path = tmp_path / "data.json"
     monkeypatch.setenv(CPU_KERNELS, str(int(began)))
-    said = kernels_of(path)
+    said = kernels_of(path, has_begun=False)
     assert said == ({"cpu_kernels": True} if began else {})
     path.write_text(json.dumps({"identity": {}, **said}))
-    assert kernels_of(path) == said
+    assert kernels_of(path, has_begun=True) == said
     monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
     with refused("kernels_changed", switch=CPU_KERNELS, was=int(began), now=int(not began)):
-        kernels_of(path)
+        kernels_of(path, has_begun=True)
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -106,7 +139,7 @@ def test_where_the_environment_says_nothing_a_run_keeps_its_kernels(
     for plans in ([plan], [new, plan]):  # a group in one process is of one kind
         with run_folder.kernels_of(plans, options):
             assert is_here(torch.ones(1)) == began
-            assert kernels_of(plan.folder / "data.json") == said
+            assert kernels_of(plan.folder / "data.json", has_begun=True) == said
         assert CPU_KERNELS not in os.environ
     with run_folder.kernels_of([new], options):
         assert is_here(torch.ones(1))
@@ -118,7 +151,7 @@ def test_where_the_environment_says_nothing_a_run_keeps_its_kernels(
         run_folder.kernels_of([plan], options),
         refused("kernels_changed", switch=CPU_KERNELS, was=int(began), now=int(not began)),
     ):
-        kernels_of(plan.folder / "data.json")
+        kernels_of(plan.folder / "data.json", has_begun=True)
 
 
 def test_a_damaged_record_of_a_run_does_not_hide_that_its_kernels_are_not_known(
@@ -126,8 +159,64 @@ def test_a_damaged_record_of_a_run_does_not_hide_that_its_kernels_are_not_known(
 ) -> None:
     monkeypatch.delenv(CPU_KERNELS, raising=False)
     (tmp_path / "data.json").write_text("{")
-    assert kernels_of(tmp_path / "data.json") == {"cpu_kernels": True}
+    assert kernels_of(tmp_path / "data.json", has_begun=False) == {"cpu_kernels": True}
     assert "by which kernels the run began" in caplog.text
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_record_that_was_removed_does_not_hide_it_either(
+    has_begun: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Errors advise to remove a damaged data.json where nothing has changed since."""
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    assert kernels_of(tmp_path / "data.json", has_begun=has_begun) == {"cpu_kernels": True}
+    assert ("by which kernels the run began" in caplog.text) == has_begun
+
+
+def test_a_group_follows_the_kernels_of_those_that_still_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run of before made the group refuse one that began later."""
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    plans: list[Any] = []
+    for name, said in (("done", {}), ("goes_on", {"cpu_kernels": True})):
+        plans.append(SimpleNamespace(id=name, folder=tmp_path / name))
+        write(tmp_path / name / "data.json", {"identity": {}, **said})
+    write(tmp_path / "done" / "status.json", {"state": "succeeded"})
+    write(tmp_path / "done" / "final" / "model.json", {})
+    seen: list[bool] = []
+    monkeypatch.setattr(run_together, "refuse", lambda *_: None)
+    monkeypatch.setattr(
+        run_together._Group,  # pyright: ignore[reportPrivateUsage]
+        "train",
+        lambda _: seen.append(is_here(torch.ones(1))),
+    )
+    options: Any = SimpleNamespace(resets=lambda _: False)
+    run_together.run_together(plans, options, most_tokens=1)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_finished_run_is_tested_by_the_kernels_that_it_was_trained_with(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    plan: Any = SimpleNamespace(id="a", folder=tmp_path)
+    write(tmp_path / "data.json", {"identity": {}, **({"cpu_kernels": True} if began else {})})
+    seen: list[bool] = []
+
+    def look(*_: Any) -> Any:
+        seen.append(is_here(torch.ones(1)))
+        raise Looked
+
+    monkeypatch.setattr(run, "choose", look)
+    options: Any = SimpleNamespace(resets=lambda _: False)
+    with pytest.raises(Looked):
+        run.test_finished(plan, options, None)  # pyright: ignore[reportArgumentType]
+    assert seen == [began]
 
 
 def test_a_step_measured_with_one_kind_of_kernels_is_not_read_for_the_other(
@@ -177,16 +266,16 @@ def test_a_run_goes_on_with_the_kernels_of_a_gpu_that_it_began_with(
     monkeypatch.setattr(switches, "has_liger", lambda: True)
     monkeypatch.setattr(run_folder, "is_gpu", lambda: True)
     monkeypatch.setenv(LIGER, str(int(began)))
-    said = kernels_of(path)
+    said = kernels_of(path, has_begun=True)
     assert said == ({"liger": True} if began else {})
     path.write_text(json.dumps({"identity": {}, **said}))
-    assert kernels_of(path) == said
+    assert kernels_of(path, has_begun=True) == said
     monkeypatch.setenv(LIGER, str(int(not began)))
     with refused("kernels_changed", switch=LIGER, was=int(began), now=int(not began)):
-        kernels_of(path)
+        kernels_of(path, has_begun=True)
     # on a processor, which has none of them, the run keeps what it says
     monkeypatch.setattr(run_folder, "is_gpu", lambda: False)
-    assert kernels_of(path) == said
+    assert kernels_of(path, has_begun=True) == said
 
 
 def test_a_step_planned_for_a_gpu_with_its_kernels_is_not_read_without_them(

@@ -154,15 +154,19 @@ class ShardFolder:
             begun = {**usual, **distributed.on_main(lambda: self._begun(stated))}
         except UserError as error:
             raise self.refusal(str(error)) from error
-        differences = "; ".join(
-            f"{name} was {begun.get(name)!r}, is {value!r}"
-            for name, value in json.loads(json.dumps({**usual, **stated})).items()
+        now = json.loads(json.dumps({**usual, **stated}))
+        differing = [
+            name
+            for name, value in now.items()
             if name not in (choice, "format") and begun.get(name) != value
-        )
-        if differences:
+        ]
+        if differing:
+            differences = (f"{key} was {begun.get(key)!r}, is {now[key]!r}" for key in differing)
+            as_begun = f"Unset {CPU_KERNELS}: then it goes on as it was begun. Or name"
             raise ConfigError(
-                f"{self.path} was begun with something else ({differences}). Name a new "
-                f"{self.flag}, or delete this folder."
+                f"{self.path} was begun with something else ({'; '.join(differences)}). "
+                f"{as_begun if differing == [CPU_KERNELS] else 'Name'} a new {self.flag}, or "
+                "delete this folder."
             )
         del begun[CPU_KERNELS]
         return begun

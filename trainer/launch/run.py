@@ -123,6 +123,11 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
     """
     if on_main(lambda: is_tested(plan.folder)):
         return EXIT_OK
+    with kernels_of([plan], options):
+        return _tested(plan, options, preemption)
+
+
+def _tested(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     whole_plan = choose(plan, options).plan
     status: dict[str, Any] = on_main(lambda: read_json(plan.folder / STATUS) or {})
 

@@ -39,6 +39,7 @@ from trainer.switches import (
 from trainer.telemetry.console_file import kept_console
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
+from trainer.training import checkpoint
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -309,19 +310,23 @@ def check_identity(
             )
         digests = own.digests(plan.cfg.own_metrics, plan.folder)
         of_metrics = {"metrics": digests} if digests else {}
-        write_json(path, {"identity": now, "splits": facts, **of_metrics, **_of_kernels(path)})
+        has_begun = bool(checkpoint.candidates(plan.checkpoints))
+        kernels = _of_kernels(path, has_begun=has_begun)
+        write_json(path, {"identity": now, "splits": facts, **of_metrics, **kernels})
         return now
 
     return on_main(check)
 
 
-def _of_kernels(path: Path) -> dict[str, bool]:
+def _of_kernels(path: Path, *, has_begun: bool) -> dict[str, bool]:
     """What data.json (`path`) says of the kernels that a run computes by: nothing of those that are
     off. ResumeError when the run began with others, whose losses have other last bits.
+
+    has_begun: whether the run has a saved step to go on with.
     """
     is_there = path.exists() and not _problem(path, _is_identity)
     record = _read(path) if is_there else None
-    if path.exists() and not is_there:
+    if not is_there and (has_begun or path.exists()):
         logger.warning("%s does not say by which kernels the run began; those of now count", path)
     used: dict[str, bool] = {}
     for switch, key in _KERNELS.items():

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 from trainer import errors
 from trainer.errors import EXIT_OK, IN_ORDER, ConfigError, LatheError, StorageError
 from trainer.files.atomic import refusals
+from trainer.switches import words_of_a_run
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
 
     timeout_s: after this long a collective that not every rank has reached fails instead of
     waiting. Raises ConfigError when the launcher's variables are incomplete or name a device that
-    does not exist.
+    does not exist, and on all ranks when their switches (switches.py) differ.
     """
     if has_group():
         return
@@ -121,6 +122,25 @@ def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:  # no port, no host name: deepspeed would otherwise look for MPI
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    _refuse_other_switches()
+
+
+def _refuse_other_switches() -> None:
+    """ConfigError on all ranks where the environment of one says another word of a switch."""
+    of_ranks = gather(words_of_a_run(os.environ))
+    differing = [
+        f"{name} is {word or 'not set'} on rank 0 and {other[name] or 'not set'} on rank {number}"
+        for number, other in enumerate(of_ranks)
+        for name, word in of_ranks[0].items()
+        if other[name] != word
+    ]
+    if differing:
+        error = ConfigError(
+            f"environment: {'; '.join(differing)}. The ranks of a run compute alike: give all "
+            "nodes the same words, or set these variables nowhere."
+        )
+        error.is_of_all_ranks = True
+        raise error
 
 
 def _backend() -> str:

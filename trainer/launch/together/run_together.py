@@ -59,10 +59,19 @@ def run_together(plans: Sequence[RunPlan], options: Options, *, most_tokens: int
     preemption = Preemption()
     try:
         footing = SharedFooting([plan.id for plan in plans], most_tokens)
-        with kernels_of(plans, options):
+        with kernels_of(_unfinished(plans, options), options):
             return _Group(plans, options, preemption, footing).train()
     finally:
         preemption.close()
+
+
+def _unfinished(plans: Sequence[RunPlan], options: Options) -> list[RunPlan]:
+    """Those that take a step: by whose kernels the others were trained does not matter."""
+    return [
+        plan
+        for plan in plans
+        if options.resets(plan.id) or not on_main(functools.partial(is_finished, plan))
+    ]
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,9 @@ def attend(
     """(M, H, C): the values of its row mixed for every query. scale: of the scores, None is that of
     torch's scaled_dot_product_attention.
     """
+    if torch.is_autocast_enabled("cpu"):  # it knows torch's attention, and not the fused operator
+        dtype = torch.get_autocast_dtype("cpu")
+        q_MHC, k_SGC, v_SGC = (x.to(dtype) for x in (q_MHC, k_SGC, v_SGC))
     return _Fused.apply(q_MHC, k_SGC, v_SGC, pieces, is_causal, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -274,5 +277,8 @@ def is_here(x: Tensor) -> bool:
 
 
 def is_wide(x: Tensor) -> bool:
-    """Whether attend_biased takes tensors like this one: a processor's, of 32 or 64 bits."""
-    return is_here(x) and x.dtype in (torch.float32, torch.float64)
+    """Whether attend_biased takes tensors like this one: a processor's, of 32 or 64 bits, whose
+    products are not rounded to 16 bits by autocast: it would round the scores, too.
+    """
+    is_long = x.dtype in (torch.float32, torch.float64)
+    return is_here(x) and is_long and not torch.is_autocast_enabled("cpu")
