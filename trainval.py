@@ -392,6 +392,9 @@ def begin(experiments: list[dict[str, Any]], options: dict[str, Any], launch: La
 def _dry_run(
     experiments: list[dict[str, Any]], options: dict[str, Any], ranks: Survival | None
 ) -> int:
+    from trainer.switches import refuse_other_words
+
+    refuse_other_words(os.environ)
     from trainer.launch.preflight import look, show
     from trainer.training.options import Options
     from trainer.training.run_plan import plan

@@ -21,6 +21,7 @@ from tests.forked import TRAINER, TRAINVAL, run, run_ranks
 from tests.runs.test_commands import lines
 from tests.runs.test_features import Launcher
 from tests.wording import says
+from trainer.switches import CPU_KERNELS
 
 STEPS = 8
 
@@ -98,6 +99,22 @@ def test_a_good_run_verifies_and_any_stretch_of_it_comes_out_again(
     assert "steps 1 to 8: 1 rank(s)" in done.stdout
     after = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     assert after == before, "nothing is written to the run"
+
+
+def test_a_replay_computes_by_the_kernels_of_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without the kernels that are the default was refused, with the name of a folder that
+    was gone.
+    """
+    monkeypatch.setenv(CPU_KERNELS, "0")
+    done = run(*_argv(folder, tmp_path))
+    assert done.returncode == 0, done.stderr
+    monkeypatch.delenv(CPU_KERNELS)
+    (trained,) = (tmp_path / "out").glob("[0-9a-f]*")
+    done = verify(trained, folder, "--replay", "4", "--from", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps 4 to 7: 4 proof(s) agree" in done.stdout
 
 
 def _flip(content: list[bytes]) -> list[bytes]:

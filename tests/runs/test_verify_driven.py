@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from trainer.config.identity import exp_id
 from trainer.files.atomic import write_json
 from trainer.operations.operation_log import LOG
 from trainer.operations.results import RESULTS, result_digest
+from trainer.switches import CPU_KERNELS
 
 pytestmark = pytest.mark.long
 
@@ -92,6 +94,22 @@ def test_a_good_run_verifies_and_its_operations_come_out_again(
     code, said = verify(folder, facts, world, "--replay", "3", "--from", "77")
     assert code == 2
     says("replay_absent", said, world=world, step=77)
+
+
+def _drive_without_kernels(values: dict[str, object], facts: Path, root: Path) -> None:
+    os.environ[CPU_KERNELS] = "0"
+    drive(values, facts, root, 2)
+
+
+def test_operations_come_out_again_by_the_kernels_of_the_run(facts: Path, tmp_path: Path) -> None:
+    values = driven_values(facts, world=1, lora={})
+    steps = [create(values), passed(rows_of_seed(0)), step(), ("end", {}, b"")]
+    folder = folder_of(values, tmp_path)
+    write_log(folder, steps)
+    run_on_ranks(1, _drive_without_kernels, values, facts, tmp_path)
+    code, said = verify(folder, facts, 1, "--replay", "99", "--from", "0")
+    assert code == 0, said
+    assert f"{len(steps)} result(s) agree" in said
 
 
 def test_a_replay_names_the_operation_that_comes_out_otherwise(

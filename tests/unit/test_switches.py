@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import trainval
 from tests.facts import experiment
 from tests.ranks import run_on_ranks
 from tests.wording import refused, says
@@ -48,6 +49,14 @@ def test_a_word_that_a_switch_does_not_know_is_refused_before_a_run(
     on, off = ("on", "off") if name == EXAMINE else ("1", "0")
     with refused("switch_word", name=name, word=word, on=on, off=off):
         device_defaults.before_torch()
+
+
+def test_a_dry_run_refuses_the_word_that_the_run_would_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "yes")
+    with refused("switch_word", name=CPU_KERNELS, word="yes", on="1", off="0"):
+        trainval.begin([], {}, SimpleNamespace(together=None, survive=None, dry_run=True))  # type: ignore[arg-type]
 
 
 class Looked(Exception):

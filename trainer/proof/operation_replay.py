@@ -17,6 +17,7 @@ from trainer.launch.driving.drive import drive
 from trainer.operations.operation_log import FOLDER, LOG, Operation, OperationReader
 from trainer.operations.records import RecordFiles, encode_record
 from trainer.operations.results import LAYOUTS, OperationResult, OperationResults
+from trainer.proof.replay import as_it_computed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.run_record import RunRecord
@@ -73,7 +74,8 @@ def replay(
     lock, preemption = HeldLock(scratch / ".lock", what=str(scratch)), Preemption()
     on_main(lock.acquire)
     try:
-        drive(Chosen(of_scratch), options, record, preemption, lock)
+        with as_it_computed(plan, options):
+            drive(Chosen(of_scratch), options, record, preemption, lock)
     finally:
         record.close()
         preemption.close()

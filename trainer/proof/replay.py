@@ -21,8 +21,10 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
 from trainer.launch.prepare import prepare
+from trainer.launch.run_folder import kernels_of
 from trainer.launch.start import start as start_run
 from trainer.launch.together import run_together as together
+from trainer.runtime import device_defaults
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.chain import PROOF, damage
@@ -118,34 +120,35 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     lock, preemption = HeldLock(scratch / ".lock", what=str(scratch)), Preemption()
     on_main(lock.acquire)
     try:
-        prepared = prepare(Chosen(of_scratch), options, record.startup.lap)
-        again = start_run(prepared, options, record, preemption, lock)
-        eval_every: int | str = NEVER
-        if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
-            evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
-            eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
-        rows = again.session.train
-        epochs = plan.sharding.epochs(len(rows), plan.cfg.train.seed, sources_in(rows))
-        session = replace(
-            again.session,
-            cadence=replace(
-                again.session.cadence,
-                log=Fraction(1),
-                evaluate=steps_between(eval_every, epochs.steps),
-                save=Fraction(NEVER),
-            ),
-            save=lambda progress: None,
-            export_best=lambda: None,
-            questions=(),
-            budget=None,
-        )
-        then = _origin(scratch, start)
-        try:
-            with again.around_steps:
-                fit(session, again.progress, until=stop)
-        finally:
-            session.train.close()
-            session.engine.destroy()
+        with as_it_computed(plan, options):
+            prepared = prepare(Chosen(of_scratch), options, record.startup.lap)
+            again = start_run(prepared, options, record, preemption, lock)
+            eval_every: int | str = NEVER
+            if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
+                evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
+                eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
+            rows = again.session.train
+            epochs = plan.sharding.epochs(len(rows), plan.cfg.train.seed, sources_in(rows))
+            session = replace(
+                again.session,
+                cadence=replace(
+                    again.session.cadence,
+                    log=Fraction(1),
+                    evaluate=steps_between(eval_every, epochs.steps),
+                    save=Fraction(NEVER),
+                ),
+                save=lambda progress: None,
+                export_best=lambda: None,
+                questions=(),
+                budget=None,
+            )
+            then = _origin(scratch, start)
+            try:
+                with again.around_steps:
+                    fit(session, again.progress, until=stop)
+            finally:
+                session.train.close()
+                session.engine.destroy()
     finally:
         record.close()
         preemption.close()
@@ -185,6 +188,17 @@ def _origin(scratch: Path, start: int) -> dict[str, str]:
     if not start:
         return {}
     return checkpoint.read_state(scratch / "checkpoints" / f"step-{start}").get("made_with", {})
+
+
+@contextlib.contextmanager
+def as_it_computed(plan: RunPlan, options: Options) -> Iterator[None]:
+    """Inside, this process computes by the kernels of the run in plan.folder, unless the
+    environment says which, and with a run's settings of its device. A collective.
+    """
+    with kernels_of([plan], options):
+        how: Any = {"optimizer": plan.cfg.optim.name, "compiles": plan.cfg.train.compile}
+        device_defaults.settle(plan.cfg.train.precision, **how)
+        yield
 
 
 def as_it_ran(plan: RunPlan) -> RunPlan:

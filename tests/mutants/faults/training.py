@@ -183,6 +183,27 @@ FAULTS = [
         tests="tests/numerics/test_row_attention.py -k biases",
     ),
     Fault(
+        "trainer/models/processor/row_attention.py",
+        'if torch.is_autocast_enabled("cpu"):',
+        "if False:",
+        why="vectors in bf16 of a rotary base end in a traceback",
+        tests="tests/numerics/test_row_attention.py -k autocast_gives",
+    ),
+    Fault(
+        "trainer/runtime/distributed.py",
+        "if other[name] != word",
+        "if False",
+        why="a rank computes by kernels of its own, and nobody is told",
+        tests="tests/unit/test_switches.py -k ranks_whose",
+    ),
+    Fault(
+        "trainer/launch/together/run_together.py",
+        "with kernels_of(_unfinished(plans, options), options):",
+        "with kernels_of(plans, options):",
+        why="a finished run decides by which kernels a group trains",
+        tests="tests/unit/test_switches.py -k still_train",
+    ),
+    Fault(
         "trainer/models/losses.py",
         "values_CV.mul_(is_scored_C[:, None])",
         "pass",
