@@ -19,6 +19,7 @@ from tests.ranks import run_on_ranks
 from tests.wording import refused, says
 from trainer import switches
 from trainer.errors import ConfigError
+from trainer.evaluation import predict
 from trainer.launch import run, run_folder
 from trainer.launch.run_folder import (
     _of_kernels as kernels_of,  # pyright: ignore[reportPrivateUsage]
@@ -27,6 +28,7 @@ from trainer.launch.together import run_together
 from trainer.models.processor.row_attention import is_here
 from trainer.plan.memory.measure import MeasureRequest
 from trainer.plan.memory.measure import _key as key_of  # pyright: ignore[reportPrivateUsage]
+from trainer.protocol.abilities import Prediction
 from trainer.runtime import device_defaults, distributed
 from trainer.switches import (
     CPU_KERNELS,
@@ -206,6 +208,37 @@ def test_a_group_follows_the_kernels_of_those_that_still_train(
     options: Any = SimpleNamespace(resets=lambda _: False)
     run_together.run_together(plans, options, most_tokens=1)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_predictions_go_on_by_the_kernels_that_they_began_with(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of before say nothing, and were begun without."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    request = predict.RowsToPredict(
+        tmp_path, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", Prediction()
+    )
+    parts, task = tmp_path / ".out.jsonl.parts", SimpleNamespace(fingerprint=lambda: "")
+
+    def begin(*_: Any) -> None:
+        predict._begin(parts, request, tmp_path, task, 1)  # pyright: ignore
+
+    monkeypatch.setattr(predict, "fingerprint", lambda *_: "")
+    monkeypatch.setenv(CPU_KERNELS, str(int(began)))
+    begin()
+    plan = json.loads((parts / "plan.json").read_text())
+    assert plan[CPU_KERNELS] == str(int(began))
+    if not began:
+        write(parts / "plan.json", {key: one for key, one in plan.items() if key != CPU_KERNELS})
+    monkeypatch.delenv(CPU_KERNELS)
+    seen: list[bool] = []
+    monkeypatch.setattr(predict, "_predicted", lambda *_: seen.append(is_here(torch.ones(1))))
+    predict.predict(request)
+    assert seen == [began]
+    monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
+    with refused("pieces_of_others", changed=CPU_KERNELS):
+        begin()
 
 
 @pytest.mark.parametrize("began", [False, True])

@@ -46,6 +46,7 @@ from trainer.protocol.abilities import Prediction, Trained
 from trainer.retrieval.embeddings import fingerprint
 from trainer.runtime import distributed
 from trainer.statistics.opening import cut_line
+from trainer.switches import CPU_KERNELS, uses_cpu_kernels, with_cpu_kernels_of
 from trainer.training.options import Options
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def predict(request: RowsToPredict) -> int:
     check_search(request.how.search)
     check_output(request.out)
     parts = request.out.with_name(f".{request.out.name}.parts")
+    with with_cpu_kernels_of(_began_with_kernels(parts)):
+        return _predicted(request, parts)
+
+
+def _predicted(request: RowsToPredict, parts: Path) -> int:
     out = request.out
     if out.exists() and not parts.is_dir():
         raise ConfigError(
@@ -107,7 +113,7 @@ def predict(request: RowsToPredict) -> int:
     pieces = _Pieces(parts, batch, rank, world, cut_tokens)
     count = _write_pieces(pieces, request, opened_model)
     # not earlier: ranks have different numbers of forwards, so these must not be collectives
-    distributed.init(timeout_s=_PATIENCE_S)
+    distributed.init(timeout_s=_PATIENCE_S, is_late=True)
     distributed.barrier()
     distributed.on_main(lambda: _finish(parts, out, -(-count // (batch * _BATCHES))))
     return count
@@ -168,6 +174,14 @@ def export_of(model: Path) -> tuple[dict[str, Any], Path]:
     return values, folder
 
 
+def _began_with_kernels(parts: Path) -> bool | None:
+    """Whether the pieces were begun with the kernels of a processor (decision 46); None for a
+    folder without a plan. Plans of before say nothing of them, and were begun without.
+    """
+    begun = read_json(parts / "plan.json")
+    return None if begun is None else begun.get(CPU_KERNELS, "0") == "1"
+
+
 def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch: int) -> None:
     """Make the folder of pieces with its plan, or continue one. ConfigError when the plan of the
     folder is another one.
@@ -175,19 +189,22 @@ def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch:
     files = row_files.files_in(request.rows) if request.rows.is_dir() else [request.rows]
     with refusals(request.rows):
         digests = [sha256_of(file) for file in files]
+    is_gpu = distributed.is_gpu()  # it has no such kernels, and leaves what the plan says of them
+    has_kernels = _began_with_kernels(parts) if is_gpu else uses_cpu_kernels(os.environ)
     plan = {
         "format": 1,
         "model": fingerprint(folder, task.fingerprint()),
         "rows": hashlib.sha256(" ".join(digests).encode()).hexdigest(),
         "batch": batch,
         **asdict(request.how),
+        CPU_KERNELS: str(int(bool(has_kernels))),
     }
     with refusals(parts):
         parts.mkdir(exist_ok=True)
     path = parts / "plan.json"
     if create_json(path, plan):
         return
-    begun = read_json(path) or {}
+    begun = {CPU_KERNELS: "0", **(read_json(path) or {})}
     changed = [name for name in plan if begun.get(name) != plan[name]]
     if changed:
         raise ConfigError(

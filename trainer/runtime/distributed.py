@@ -97,13 +97,14 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
+def init(timeout_s: float = GROUP_TIMEOUT_S, *, is_late: bool = False) -> None:
     """Join the process group: of the launcher (torchrun, deepspeed) when there is one, else a group
     of one.
 
     timeout_s: after this long a collective that not every rank has reached fails instead of
     waiting. Raises ConfigError when the launcher's variables are incomplete or name a device that
-    does not exist, and on all ranks when their switches (switches.py) differ.
+    does not exist, and on all ranks when their switches (switches.py) differ. is_late: each rank
+    has computed by itself before, and its switches are not compared any more.
     """
     if has_group():
         return
@@ -122,7 +123,8 @@ def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:  # no port, no host name: deepspeed would otherwise look for MPI
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    _refuse_other_switches()
+    if not is_late:
+        _refuse_other_switches()
 
 
 def _refuse_other_switches() -> None:
