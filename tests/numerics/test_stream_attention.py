@@ -79,6 +79,16 @@ def _inputs(rows: RowStarts, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return tuple(x.to(dtype).requires_grad_() for x in made)
 
 
+def test_autocast_does_not_round_the_scores_of_a_processor() -> None:
+    """Long rows of a T5 that encodes in bf16."""
+    form = FORMS[0]
+    q, k, v, table = (x.detach() for x in _inputs(form.rows(), torch.bfloat16))
+    want = attend(4 * q, 4 * k, v, form.rows(), biases=form.biases(table))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(4 * q, 4 * k, v, form.rows(), biases=form.biases(table))
+    assert torch.equal(got, want)
+
+
 def _twin(form: Form, q: Tensor, k: Tensor, v: Tensor, table_KH: Tensor) -> Tensor:
     """Row by row, with every score, bias and number of dropout at once."""
     rows, biases, drop = form.rows(), form.biases(table_KH), form.drop()

@@ -80,7 +80,8 @@ def attend(
     drop = Dropout.with_seed(dropout, q_MHC.device) if dropout else None
     table = None if biases is None else biases.table_KH
     bucket_of = None if biases is None else biases.bucket_of
-    return _Attention.apply(q_MHC, k_SHC, v_SHC, table, bucket_of, rows, drop)  # pyright: ignore[reportReturnType]
+    with torch.autocast("cpu", enabled=False):  # it would round fp32 scores to 16 bits
+        return _Attention.apply(q_MHC, k_SHC, v_SHC, table, bucket_of, rows, drop)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
