@@ -31,6 +31,7 @@ from trainer.runtime.distributed import is_gpu, on_main
 from trainer.survival import groups, lifeline
 from trainer.switches import (
     CPU_KERNELS,
+    KERNELS,
     LIGER,
     uses_cpu_kernels,
     uses_liger,
@@ -62,8 +63,6 @@ WRITTEN_AGAIN = (
     "memory_plan.json",
 )
 _TEACHER = "teacher"  # the key of its digest in data.json
-# keys of data.json, by the switch of these kernels; a run without them has no key
-_KERNELS = {CPU_KERNELS: "cpu_kernels", LIGER: "liger"}
 _TOPICS = "topics of data.batches"  # the key of their digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
@@ -329,7 +328,7 @@ def _of_kernels(path: Path, *, has_begun: bool) -> dict[str, bool]:
     if not is_there and (has_begun or path.exists()):
         logger.warning("%s does not say by which kernels the run began; those of now count", path)
     used: dict[str, bool] = {}
-    for switch, key in _KERNELS.items():
+    for switch, key in KERNELS.items():
         began = None if record is None else bool(record.get(key, False))
         # the kernels of the other kind of device stay as they are, for when the run is there again
         now = _uses(switch) if is_gpu() == (switch == LIGER) else bool(began)
@@ -358,7 +357,7 @@ def kernels_of(plans: Sequence[RunPlan], options: Options) -> Iterator[None]:
         for plan in plans:
             path = plan.folder / "data.json"
             if path.exists() and not options.resets(plan.id) and not _problem(path, _is_identity):
-                return bool(_read(path).get(_KERNELS[CPU_KERNELS], False))
+                return bool(_read(path).get(KERNELS[CPU_KERNELS], False))
         return None
 
     with with_cpu_kernels_of(on_main(began)):

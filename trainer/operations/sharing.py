@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from trainer.files.atomic import read_json
+from trainer.switches import KERNELS
 
 # What each driven run has of its own, in a worker that it shares.
 OWN = (
@@ -45,6 +49,15 @@ def differences(host: BaseModel, guest: BaseModel, own: Sequence[str] = OWN) -> 
     """
     keys = _differing(host.model_dump(mode="json"), guest.model_dump(mode="json"), "")
     return sorted(key for key in keys if not any(_is_below(key, one) for one in own))
+
+
+def kernels_differ(host: Path, guest: Path) -> bool:
+    """Whether the runs in these folders have begun, with kernels that differ: one worker computes
+    all of its runs by the same ones, and each goes on by its own (decision 46).
+    """
+    began = [read_json(folder / "data.json") for folder in (host, guest)]
+    one, other = (None if it is None else [it.get(key) for key in KERNELS.values()] for it in began)
+    return None not in (one, other) and one != other
 
 
 def _is_below(key: str, own: str) -> bool:

@@ -37,6 +37,13 @@ FAULTS = [
         tests=f"{SERVICE} -k share_workers",
     ),
     Fault(
+        "jobs/serve/steps/upkeep/hosts.py",
+        "if kernels_differ(host, guest):",
+        "if False:",
+        why="a driven run is sent to a worker of other kernels again and again",
+        tests="tests/serve/test_hosts_of_driven_runs.py",
+    ),
+    Fault(
         "jobs/backends/beside.py",
         'gone = None if stay.state == "out" else _why_gone(host)',
         "gone = None",

@@ -169,7 +169,9 @@ class GuestDoor:
         stack = contextlib.ExitStack()
         try:
             member = self._open(name, token, stack)
-        except ResumeError as error:  # another process holds its folder, perhaps for a moment
+        # Another process holds its folder, perhaps for a moment; or it began with other kernels,
+        # which the service sees once the host has begun (operations/sharing.py).
+        except ResumeError as error:
             stack.close()
             self._out(token, EXIT_PREEMPTED, error)
             return None

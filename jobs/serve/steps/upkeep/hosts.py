@@ -9,7 +9,7 @@ from jobs.record import events as record
 from jobs.record.paths import is_there
 from trainer import tasks
 from trainer.operations.guests import Guests
-from trainer.operations.sharing import differences
+from trainer.operations.sharing import differences, kernels_differ
 
 if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
@@ -36,7 +36,10 @@ def host_for(keeper: Keeper, ticket: Ticket) -> str | None:
             continue
         if differences(tasks.parse(other.experiment, source=name), own):
             continue
-        num_runs = 1 + Guests.of(keeper.folder.base.run(other.exp_id).path).num_staying()
+        host, guest = (keeper.folder.base.run(one.exp_id).path for one in (other, ticket))
+        if kernels_differ(host, guest):
+            continue
+        num_runs = 1 + Guests.of(host).num_staying()
         if num_runs < _most_runs(other):
             hosts.append((-num_runs, other.created_at, other.exp_id))
     return min(hosts)[2] if hosts else None
