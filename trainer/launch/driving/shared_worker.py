@@ -32,7 +32,7 @@ from trainer.launch.start import restore
 from trainer.models import base_model
 from trainer.models.weights import absent
 from trainer.operations.guests import Guests
-from trainer.operations.sharing import differences
+from trainer.operations.sharing import differences, kernels_differ
 from trainer.runtime import distributed, watch
 from trainer.runtime.beside import Beside
 from trainer.runtime.distributed import on_main
@@ -169,8 +169,7 @@ class GuestDoor:
         stack = contextlib.ExitStack()
         try:
             member = self._open(name, token, stack)
-        # Another process holds its folder, perhaps for a moment; or it began with other kernels,
-        # which the service sees once the host has begun (operations/sharing.py).
+        # another process holds its folder, perhaps for a moment, or another worker computes it
         except ResumeError as error:
             stack.close()
             self._out(token, EXIT_PREEMPTED, error)
@@ -206,7 +205,12 @@ class GuestDoor:
         record = RunRecord(own.folder, total=own.cfg.train.steps, console=quiet)
         stack.callback(record.close)
         stack.enter_context(_failures(record))
-        run = prepared(own, options)
+        if on_main(lambda: kernels_differ(host.plan.folder, own.folder)):
+            raise ResumeError(f"{name} began with other kernels than {host.plan.id} computes by.")
+        try:
+            run = prepared(own, options)
+        except ResumeError as error:  # its rows or its base are others: nowhere does it go on
+            raise ConfigError(str(error)) from error
         leave = functools.partial(self._leave, name, token, record, stack)
         member = self.makes.member(run, record, lock, leave=leave)
         record.goodput.begin_steps()
