@@ -33,7 +33,7 @@ FEW_KEYS = 384
 
 # Rows of up to SHORT tokens are copied to lie together, MOST_COPIED tokens at a time: the calls for
 # each of them alone take longer than its numbers.
-SHORT, MOST_COPIED = 128, 1024
+SHORT, MOST_COPIED = 32, 1024
 
 
 @dataclass(frozen=True)
