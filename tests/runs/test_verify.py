@@ -112,9 +112,9 @@ def test_a_replay_computes_by_the_kernels_of_the_run(
     assert done.returncode == 0, done.stderr
     monkeypatch.delenv(CPU_KERNELS)
     (trained,) = (tmp_path / "out").glob("[0-9a-f]*")
-    done = verify(trained, folder, "--replay", "4", "--from", "3")
+    done = verify(trained, folder, "--replay", "4", "--from", "4")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "steps 4 to 7: 4 proof(s) agree" in done.stdout
+    assert "steps 5 to 8: 4 proof(s) agree" in done.stdout
 
 
 def _flip(content: list[bytes]) -> list[bytes]:
