@@ -16,7 +16,7 @@ from trainer.config.identity import digest
 from trainer.config.userfile import placed
 from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
-from trainer.models import base_model, base_source
+from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
 from trainer.models.optimizers.rates import freeze_whole
@@ -39,6 +39,7 @@ from trainer.training.session import Cadence, Progress, Session
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
     from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
@@ -158,6 +159,7 @@ def start(
     memory_plan = memory.plan_before_start(run, options) if on.is_planned else None
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
+    settle_inputs(cfg.train)
     live, progress = on.engine_of(run, record.startup.lap)
     progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
@@ -216,6 +218,15 @@ def _refuse_unsound_base(run: PreparedRun) -> None:
     dtype = base_model.DTYPES[cfg.train.precision]
     happened = "The loss is not finite before any update of what the run began with"
     on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
+
+
+def settle_inputs(train: Train) -> None:
+    """Let blocks of this run that are computed again keep their inputs where the run says."""
+    is_offloaded = train.activation_offload
+    if is_offloaded and not distributed.is_gpu():
+        logger.info("device: a processor, where train.activation_offload changes nothing")
+    store = engine.pinned_inputs() if is_offloaded and distributed.is_gpu() else None
+    recomputation.keep_inputs_in(store)
 
 
 def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:

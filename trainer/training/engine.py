@@ -54,6 +54,7 @@ from trainer.training.optimizer_state import (  # noqa: E402
 if TYPE_CHECKING:
     from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
+    from trainer.models.recomputation import InputStore
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,20 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 parameter.ds_tensor.copy_(local_part(parameter, weights, name))  # pyright: ignore
             else:
                 parameter.copy_(weights[name])
+
+
+def pinned_inputs() -> InputStore:
+    """A store of inputs of blocks in pinned host memory: DeepSpeed's (0.19.8), whose copies have a
+    stream of their own, so that neither the host nor what is computed waits for those to the host.
+
+    The newest input stays on the device, and the one before it until it is copied. DeepSpeed's pool
+    of host memory is off: it fits tensors of equal shape alone, which packed rows hardly ever have.
+    torch's own pool takes its place. Its context manager is not used: it waits for the device at
+    both ends, and holds what has come back until then.
+    """
+    from deepspeed.runtime.activation_checkpointing import offload_activations
+
+    return offload_activations.CheckpointHiddenStatesOffload(max_cpu_buffer_pool_count=0)
 
 
 def _initialize(

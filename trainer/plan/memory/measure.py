@@ -128,6 +128,7 @@ class Measured:
         default_factory=list
     )  # [numbers of a weight, how many weights have this size]
     blocks: int = 0  # in the longest stack
+    offloaded: int = 0  # bytes of inputs of blocks that wait in host memory at once
     groups: list[SteppedTogether] = field(default_factory=list)  # in the order of their steps
 
     @property
