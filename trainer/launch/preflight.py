@@ -296,13 +296,20 @@ def _of_device(plan: RunPlan, options: Options) -> Iterator[str]:
 
 
 def _of_offload(plan: RunPlan) -> Iterator[str]:
-    """The problem of inputs that should wait on the host, where no block is computed again."""
+    """Why inputs of blocks cannot wait on the host."""
     train = plan.values["train"]
-    if train.get("activation_offload") and not train.get("gradient_checkpointing"):
+    if not train.get("activation_offload"):
+        return
+    if not train.get("gradient_checkpointing"):
         yield (
             "train.activation_offload=true without train.gradient_checkpointing: it takes the "
             "inputs of blocks that are computed again, and none is. Set gradient_checkpointing to "
             "true, or leave activation_offload out."
+        )
+    if os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native":
+        yield (
+            "train.activation_offload=true with DS_PIN_MEMORY_BACKEND=native: DeepSpeed's pinned "
+            "memory is free again while a copy may still be on its way. Unset the variable."
         )
 
 

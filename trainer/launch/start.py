@@ -159,7 +159,6 @@ def start(
     memory_plan = memory.plan_before_start(run, options) if on.is_planned else None
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
-    settle_inputs(cfg.train)
     live, progress = on.engine_of(run, record.startup.lap)
     progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
@@ -220,15 +219,6 @@ def _refuse_unsound_base(run: PreparedRun) -> None:
     on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
-def settle_inputs(train: Train) -> None:
-    """Let blocks of this run that are computed again keep their inputs where the run says."""
-    is_offloaded = train.activation_offload
-    if is_offloaded and not distributed.is_gpu():
-        logger.info("device: a processor, where train.activation_offload changes nothing")
-    store = engine.pinned_inputs() if is_offloaded and distributed.is_gpu() else None
-    recomputation.keep_inputs_in(store)
-
-
 def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
     """The task's model under DeepSpeed, in the state to resume from. A collective."""
     plan, newest = run.plan, run.newest
@@ -259,6 +249,7 @@ def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Pro
 def _model_of(run: PreparedRun, ds: dict[str, Any]) -> nn.Module:
     """The task's model with what is frozen in it. ds: of the engine."""
     plan = run.plan
+    settle_inputs(plan.cfg.train)
     with engine.partitioned_loading(ds):
         model = run.task.model()
         freeze_whole(model, plan.cfg.train.freeze)
@@ -267,6 +258,21 @@ def _model_of(run: PreparedRun, ds: dict[str, Any]) -> nn.Module:
     logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     return model
+
+
+def settle_inputs(train: Train) -> None:
+    """Let blocks of this run that are computed again keep their inputs where the run says."""
+    store = None
+    if train.activation_offload and train.recompute_every is None:
+        logger.info(
+            'train.gradient_checkpointing="auto": no block is computed again, and '
+            "train.activation_offload takes no input"
+        )
+    elif train.activation_offload and not distributed.is_gpu():
+        logger.info("device: a processor, where train.activation_offload changes nothing")
+    elif train.activation_offload:
+        store = engine.PinnedInputs()
+    recomputation.keep_inputs_in(store)
 
 
 def _read_teacher(run: PreparedRun, lap: Callable[[str], None]) -> None:

@@ -6,10 +6,11 @@ comes to it (train.activation_offload).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,28 @@ class InputStore(Protocol):
         """The tensor of a number, on its device again. Called once."""
         ...
 
+    def forget_input(self, tensor_id: int) -> None:
+        """Nobody will ask for the tensor of this number. Called in any thread."""
+        ...
 
-class _Stored(NamedTuple):
-    """What a graph keeps in place of a tensor that is in the store."""
 
-    number: int
+class _Stored:
+    """What a graph keeps in place of a tensor that is in the store. A graph that is dropped before
+    its backward pass, such as that of a frozen block below all trainable ones, gives it up.
+    """
+
+    def __init__(self, store: InputStore, number: int) -> None:
+        self._store, self._number = store, number
+        self._is_due = True
+
+    def take(self) -> Tensor:
+        """The tensor, once: a graph runs backward once."""
+        self._is_due = False
+        return self._store.restore_input(self._number)
+
+    def __del__(self) -> None:
+        if self._is_due:
+            self._store.forget_input(self._number)
 
 
 _store: InputStore | None = None
@@ -44,16 +62,30 @@ _store: InputStore | None = None
 
 def keep_inputs_in(store: InputStore | None) -> None:
     """From here on, blocks of this process that are computed again keep their inputs in this store;
-    None: where they are. It is set for each run.
+    None: where they are. Every run sets it.
     """
     global _store
     _store = store
 
 
+def of_many_blocks(function: Callable[..., Any], *given: Any) -> Any:
+    """function(*given), which runs blocks, computed again in backward as a whole. Its blocks keep
+    no inputs for the backward pass, so that none goes to a store.
+    """
+
+    def without_store() -> AbstractContextManager[None]:
+        return replaced(sys.modules[__name__], "_store", None)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return without_store(), without_store()
+
+    return checkpoint(function, *given, use_reentrant=False, context_fn=contexts)
+
+
 def run(function: Callable[..., Any], *given: Any, number: int, every: int | None) -> Any:
     """function(*given) of block `number`; of every so many blocks computed again in backward.
 
-    given: the input of the block first, which train.activation_offload may take to the host.
+    given: its first tensor is the input of the block.
     """
     if every and number % every == 0:  # torch's default also replays the dropout draws
         return _again(function, *given, use_reentrant=False)
@@ -61,22 +93,28 @@ def run(function: Callable[..., Any], *given: Any, number: int, every: int | Non
 
 
 def _again(function: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    """torch's checkpoint, whose first argument waits in the store, if there is one. Others, such as
-    masks and positions, belong to all blocks, and stay.
+    """torch's checkpoint, whose first tensor waits in the store, if there is one. The others, such
+    as masks and positions, are the same for all blocks, and stay where they are. ConfigError for a
+    block whose input is given by name.
     """
     store = _store
-    input = given[0] if given else None
-    if store is None or not isinstance(input, Tensor) or not torch.is_grad_enabled():
+    if store is None or not torch.is_grad_enabled():
         return checkpoint(function, *given, **how)
+    input = next((one for one in given if isinstance(one, Tensor)), None)
+    if input is None:
+        raise ConfigError(
+            "train.activation_offload: blocks of this base are given their input by name, where "
+            "it cannot be taken from. Leave activation_offload out."
+        )
 
     def pack(tensor: Tensor) -> Tensor | _Stored:
         number = store.offload_input(tensor) if tensor is input else None
-        return tensor if number is None else _Stored(number)
+        return tensor if number is None else _Stored(store, number)
 
     def unpack(kept: Tensor | _Stored) -> Tensor:
-        return store.restore_input(kept.number) if isinstance(kept, _Stored) else kept
+        return kept.take() if isinstance(kept, _Stored) else kept
 
-    # The block itself runs under hooks of the checkpoint, which are inside of these.
+    # What the block itself keeps goes by the hooks of checkpoint(), which are inside of these.
     with saved_tensors_hooks(pack, unpack):
         return checkpoint(function, *given, **how)
 

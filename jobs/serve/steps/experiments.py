@@ -30,7 +30,6 @@ OF_TRAIN = (
     "micro_tokens",
     "global_batch",
     "gradient_checkpointing",
-    "activation_offload",
     "base_bits",
     "attention",
 )

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.launch import doctor, memory
 from trainer.launch.driving.runs import account_of, prepared
 from trainer.launch.driving.shared_worker import shared_loop
-from trainer.launch.start import engine_of, settle_inputs
+from trainer.launch.start import engine_of
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Stopped
 
@@ -72,7 +72,6 @@ def _begin(
     lock: HeldLock,
 ) -> tuple[Account, DrivenLoop]:
     """The loop of a run that computes alone."""
-    settle_inputs(run.plan.cfg.train)
     live, progress = engine_of(run, record.startup.lap)
     task: Any = run.task
     base: Any = live.model.module.get_submodule(task.base_name)

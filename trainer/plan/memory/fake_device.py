@@ -319,6 +319,7 @@ def linear_of_partitioned() -> Iterator[None]:
 # The newest input, and the one whose copy is on its way: deepspeed 0.19.8, whose engine of offloads
 # has keep_last_count=1, and max_fwd_stash_count=2, of which the newest is one.
 _KEPT = 2
+_SMALLEST = 1024  # bytes of an input that it takes: min_offload_bytes
 
 
 class PlannedInputs:
@@ -336,8 +337,10 @@ class PlannedInputs:
         self._kept: dict[int, Tensor] = {}
         self._away: dict[int, dict[str, Any]] = {}  # how each of the others is made again
 
-    def offload_input(self, tensor: Tensor) -> int:
-        """Keep the newest inputs, and let go of an older one."""
+    def offload_input(self, tensor: Tensor) -> int | None:
+        """Keep the newest inputs, and let go of an older one. Small ones stay."""
+        if tensor.nbytes < _SMALLEST:
+            return None
         self._count += 1
         before = self._count - 1
         self._kept[self._count] = tensor
@@ -355,6 +358,11 @@ class PlannedInputs:
         self._nbytes.pop(tensor_id, None)
         kept = self._kept.pop(tensor_id, None)
         return torch.empty_strided(**self._away.pop(tensor_id)) if kept is None else kept
+
+    def forget_input(self, tensor_id: int) -> None:
+        """Let go of an input that no backward pass needs."""
+        for table in (self._nbytes, self._kept, self._away):
+            table.pop(tensor_id, None)
 
 
 def _pinned(nbytes: int) -> int:

@@ -88,9 +88,9 @@ def _run_step(request: MeasureRequest, places: Places) -> Measured:
         whole,
     )
 
-    every = tasks.parse(request.experiment).train.recompute_every or 0
-    is_offloaded = bool(request.experiment["train"].get("activation_offload"))
-    if every > 1 or (every and is_offloaded):
+    train = tasks.parse(request.experiment).train
+    every = train.recompute_every or 0
+    if every > 1 or (every and train.activation_offload):
         # blocks differ: only every so many is recomputed, or the last ones keep their inputs
         return _run_blocks(request, places, lambda _: whole())
     num_blocks = SHOWN_RECOMPUTED if every else SHOWN

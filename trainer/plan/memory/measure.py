@@ -181,7 +181,15 @@ def scale_to_rows(few: tuple[int, Measured], some: tuple[int, Measured], rows: i
     partitioned = _between(less.partitioned, more.partitioned, part)
     (reading,) = _between([less.reading], [more.reading], part) or [more.reading]
     scratch = max(0, round(less.scratch + part * (more.scratch - less.scratch)))
-    return replace(more, moments=moments, partitioned=partitioned, reading=reading, scratch=scratch)
+    offloaded = max(0, round(less.offloaded + part * (more.offloaded - less.offloaded)))
+    return replace(
+        more,
+        moments=moments,
+        partitioned=partitioned,
+        reading=reading,
+        scratch=scratch,
+        offloaded=offloaded,
+    )
 
 
 def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment]:

@@ -195,7 +195,7 @@ def _on_host(step: Measured, subject: Subject) -> int:
     zero = subject.zero
     # while it writes, a rank holds its share of a checkpoint; rank 0 has all weights to export
     share = max(_saved_numbers(step, zero) // zero.world, zero.width * step.trainable)
-    later = host(step, zero) + share + step.offloaded
+    later = host(step, zero) + share
     is_random = isinstance(subject.cfg.base, RandomBase)
     return _PROCESS + max(host_to_read(step, zero, is_random=is_random), later)
 
