@@ -140,8 +140,7 @@ class Retriever(nn.Module):
             runs = [*of_side[-1:] * spare, *of_side]
             again = 0 if chunks is None else len(runs) - (side == last)
             vectors = [
-                recomputation.of_many_blocks(self._of_layers, side, piece)
-                for piece in runs[:again]
+                recomputation.of_many_blocks(self._of_layers, side, piece) for piece in runs[:again]
             ]
             vectors += [self._of_layers(side, piece) for piece in runs[again:]]
             for unused in vectors[:spare]:
