@@ -7,6 +7,7 @@ comes to it (train.activation_offload).
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -107,8 +108,10 @@ def _again(function: Callable[..., Any], *given: Any, **how: Any) -> Any:
             "it cannot be taken from. Leave activation_offload out."
         )
 
+    taken = weakref.ref(input)  # torch (2.13) keeps pack() as long as the graph
+
     def pack(tensor: Tensor) -> Tensor | _Stored:
-        number = store.offload_input(tensor) if tensor is input else None
+        number = store.offload_input(tensor) if tensor is taken() else None
         return tensor if number is None else _Stored(store, number)
 
     def unpack(kept: Tensor | _Stored) -> Tensor:
