@@ -27,6 +27,7 @@ from tests.long import long_but
 from tests.numerics.test_recomputation import options, step
 from tests.ranks import run_alone, run_on_ranks
 from tests.runs.test_device_waits import MOST, trained
+from tests.runs.test_shared_rows import train_one
 from tests.tolerance import assert_equal_step
 from tests.wording import refused, says
 from trainer import tasks
@@ -162,6 +163,34 @@ def test_blocks_within_what_is_computed_again_as_a_whole_keep_no_inputs(store: E
 def test_a_block_that_is_given_its_input_by_name_is_refused(store: Elsewhere) -> None:
     with refused("offload_of_named_input"):
         recomputation.run(lambda: torch.ones(3), number=0, every=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_share_rows_have_the_same_bits(stage: int, folder: Path, tmp_path: Path) -> None:
+    train = {"steps": 2, "eval_every": 2, "gradient_checkpointing": True}
+    values = experiment("causal_lm", folder, base=DEEP, train=train)
+    stays, goes = (
+        run_on_ranks(2, _sharing, values, folder, tmp_path / str(is_offloaded), stage, is_offloaded)
+        for is_offloaded in (False, True)
+    )
+    for (lines, taken, left), (want, none, _) in zip(goes, stays, strict=True):
+        assert lines == want
+        assert taken >= 2 * BLOCKS
+        assert left == none == 0
+
+
+def _sharing(
+    values: dict[str, Any], folder: Path, out: Path, stage: int, is_offloaded: bool
+) -> tuple[list[dict[str, Any]], int, int]:
+    """The lines of a run whose ranks share rows, how many inputs this rank gave away, and how many
+    of these never came back.
+    """
+    elsewhere = Elsewhere()
+    if is_offloaded:
+        start.settle_inputs = lambda train: recomputation.keep_inputs_in(elsewhere)
+    run = train_one(values, folder, out, stage=stage, ranks=2)
+    return untimed(run / "metrics.jsonl"), len(elsewhere.taken), len(elsewhere.copies)
 
 
 # On the pretended GPU
