@@ -140,6 +140,7 @@ def test_a_graph_that_is_dropped_gives_its_inputs_up(store: Elsewhere) -> None:
         block.requires_grad_(False)
     hidden = through(blocks, torch.ones(3, 8))
     assert [*store.copies] == [3, 4], "the backward pass never comes to the blocks below"
+    assert store.most_alive == 1, "the one that is given away"
     del hidden
     assert store.copies == {}
     with torch.no_grad():

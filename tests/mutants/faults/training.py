@@ -152,7 +152,7 @@ FAULTS = [
         "taken = weakref.ref(input)",
         "taken = lambda: input",
         why="inputs are copied to the host, and none leaves the device",
-        tests=f"{OFFLOADED} -k 'nobody_keeps and causal_lm'",
+        tests=f"{OFFLOADED} -k dropped",
     ),
     Fault(
         "trainer/models/recomputation.py",
