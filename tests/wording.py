@@ -373,6 +373,7 @@ PASSAGES = wording(
     fuse_one_run="--run is given once",
     fuse_weights="{got} --weight for {want} --run",
     fuse_weight="--weight {got}: want a number of at least 0",
+    fuse_of_others="--run ...{path}: its questions, such as '{question}', are in no other run",
     fuse_nothing="every --weight is 0",
     run_tag="--tag {got}: want one word",
     scored_two_kinds="got {flags} with --scored, whose rows are measured as they are",

@@ -121,11 +121,11 @@ def test_vectors_that_were_not_trained_are_told(
     task = task_of(folder, {"layers": [1], "dims": [32, 8]})
     model = task.model()
     task.keep_layers(model, BLOCKS)
-    task.shorten(8)
+    task.shorten(model, 8)
     assert not caplog.records
     task.keep_layers(model, 2)
     says("vectors_untrained", caplog.messages[-1], flag="--layers 2", key="layers", is_="[1]")
-    task.shorten(16)
+    task.shorten(model, 16)
     says("vectors_untrained", caplog.messages[-1], flag="--dims 16", key="dims", is_="[32, 8]")
     plain = loaded(folder, base=BERT)
     plain.keep_layers(plain.model(), 1)

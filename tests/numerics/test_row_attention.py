@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.models.processor import row_attention
 from trainer.models.processor.row_attention import (
     FEW_KEYS,
     Piece,
     attend,
     attend_biased,
     pieces_of,
+    with_short_rows_together,
 )
 
 
@@ -41,11 +43,18 @@ def _drawn(lengths: list[int], heads: int, seed: int) -> Tensor:
 
 
 def _row_by_row(
-    q: Tensor, k: Tensor, v: Tensor, keys: list[int], bias: Tensor, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: list[int],
+    bias: Tensor,
+    *,
+    scale: float,
+    queries: list[int] = LENGTHS,
 ) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     mixed: list[Tensor] = []
-    for own, others, values in zip(q.split(LENGTHS), k.split(keys), v.split(keys), strict=True):
+    for own, others, values in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
         scores = own.transpose(0, 1) @ others.permute(1, 2, 0) * scale
         scores = scores + bias[:, : len(own), : len(others)]
         mixed.append((scores.softmax(-1) @ values.transpose(0, 1)).transpose(0, 1))
@@ -70,6 +79,41 @@ def test_neighbours_of_equal_length_stand_in_one_piece() -> None:
         (1, 1, 9),
     ]
     assert pieces[3] == Piece(2, 26, 17, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("short", "most", "rows"),
+    [
+        (64, 1024, [1, 1, 3, 3]),
+        (64, 10, [1, 1, 1, 1, 1, 3]),  # of seven tokens each one alone
+        (5, 1024, [1, 1, 1, 1, 1, 3]),  # those of seven tokens are not short
+    ],
+)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_short_rows_of_equal_length_stand_in_few_pieces_wherever_they_lie(
+    is_fused: bool, short: int, most: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_attention, "SHORT", short)
+    monkeypatch.setattr(row_attention, "MOST_COPIED", most)
+    queries, keys = [7, 2, 7, 5, 2, 2, 7, 1], [4, 2, 4, 3, 2, 2, 4, 9]
+    pieces = with_short_rows_together(pieces_of(_starts(queries), _starts(keys)))
+    assert sorted(piece.rows for piece in pieces) == rows
+    q = _drawn(queries, HEADS, 0)
+    k, v = (_drawn(keys, HEADS, n) for n in (1, 2))
+    bias = torch.zeros(HEADS, 7, 9, dtype=torch.float64)
+    if not is_fused:
+        bias = _drawn([7 * HEADS], 9, 5)[..., 0].detach().view(HEADS, 7, 9).requires_grad_()
+    got = attend(q, k, v, pieces, scale=1.0) if is_fused else attend_biased(q, k, v, bias, pieces)
+    want = _row_by_row(q, k, v, keys, bias, scale=1.0, queries=queries)
+    _assert_same(got, want, [q, k, v] if is_fused else [q, k, v, bias])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_one_length_have_the_results_of_rows_one_by_one(is_causal: bool) -> None:
+    q, k, v = (_drawn([6, 6, 6], HEADS, n) for n in range(3))
+    whole = attend(q, k, v, pieces_of(_starts([6, 6, 6])), is_causal=is_causal)
+    alone = [Piece(1, at, at, 6, 6) for at in (0, 6, 12)]
+    _assert_same(whole, attend(q, k, v, alone, is_causal=is_causal), [q, k, v])
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
@@ -117,13 +161,18 @@ def test_biases_are_added_and_have_a_gradient() -> None:
     _assert_same(got, want, [q, k, v, bias])
 
 
+@pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_keys_that_no_query_reads_have_no_gradient(is_fused: bool) -> None:
+def test_keys_that_no_query_reads_have_no_gradient(is_fused: bool, is_together: bool) -> None:
     queries, keys = [3, 0, 3], [2, 4, 2]
     q = _drawn(queries, HEADS, 0)
     k, v = (_drawn(keys, HEADS, n) for n in (1, 2))
     pieces = pieces_of(_starts(queries), _starts(keys))
     assert [piece.first_key for piece in pieces] == [0, 6], "keys between them belong to no query"
+    if is_together:
+        (together,) = pieces = with_short_rows_together(pieces)
+        assert together.key_places is not None
+        assert together.key_places.tolist() == [0, 1, 6, 7]
     mixed = attend(q, k, v, pieces) if is_fused else attend_biased(q, k, v, None, pieces)
     for gradient in torch.autograd.grad(mixed.square().sum(), (k, v)):
         assert bool((gradient[2:6] == 0).all())

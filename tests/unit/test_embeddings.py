@@ -51,7 +51,7 @@ class Bags:
             2 if side == "passage" else 1
         )
 
-    def shorten(self, dims: int) -> None:
+    def shorten(self, model: nn.Module, dims: int) -> None:
         raise NotImplementedError
 
     def keep_layers(self, model: nn.Module, count: int) -> None:

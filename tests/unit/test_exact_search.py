@@ -82,15 +82,19 @@ def test_passages_in_the_worst_order_are_found_as_well(order: str) -> None:
     )
 
 
+@pytest.mark.parametrize("block", [64, None])
 @pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD", None])
 @pytest.mark.parametrize("questions", [1, 8, 9, 33, 70])
 def test_every_library_and_layout_of_the_products_finds_the_same(
-    questions: int, vendor: str | None, monkeypatch: pytest.MonkeyPatch
+    questions: int, vendor: str | None, block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor and the number of questions decide by which library and how the products lie."""
+    """The processor and the number of questions decide by which library and how the products lie;
+    a search that fits into one block makes no keys.
+    """
     monkeypatch.setattr(devices, "of_processor", {"vendor_id": vendor}.get)
     queries, passages = integers(questions, 5, 0), integers(300, 5, 1)
-    found = search(queries, [passages], depth=7, passage_block=64)
+    parts = [passages[:130], passages[130:]]
+    found = search(queries, parts, depth=7, passage_block=block)
     rows, scores = sorted_out(queries, passages, 7)
     np.testing.assert_array_equal(found.rows, rows)
     np.testing.assert_array_equal(found.scores, scores)
@@ -113,12 +117,14 @@ def test_scores_are_computed_in_fp32_of_vectors_stored_in_fp16() -> None:
     assert np.abs(found.scores).max() > 65504
 
 
-def test_scores_come_back_to_the_last_bit_and_minus_zero_is_zero() -> None:
+@pytest.mark.parametrize("depth", [8, 5])  # all with keys, some without
+def test_scores_come_back_to_the_last_bit_and_minus_zero_is_zero(depth: int) -> None:
     values = np.array([-3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.5, 3e38], dtype=np.float32)
     passages = values[:, None]
-    found = search(np.ones((1, 1), dtype=np.float32), [passages], depth=8)
-    assert found.rows[0].tolist() == [7, 6, 5, 3, 4, 2, 1, 0]
+    found = search(np.ones((1, 1), dtype=np.float32), [passages], depth=depth)
+    assert found.rows[0].tolist() == [7, 6, 5, 3, 4, 2, 1, 0][:depth]
     np.testing.assert_array_equal(found.scores[0], values[found.rows[0]])
+    assert not np.signbit(found.scores[0][found.scores[0] == 0]).any()
 
 
 def searched_on_ranks(depth: int) -> tuple[list[list[int]], list[list[float]]]:

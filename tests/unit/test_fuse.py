@@ -59,6 +59,15 @@ def test_files_of_two_formats_become_one_and_a_lacking_question_is_told(tmp_path
     assert "'r'" in refused.output
 
 
+def test_a_run_of_other_questions_is_refused(tmp_path: Path) -> None:
+    both, other, out = files(tmp_path), tmp_path / "test.tsv", tmp_path / "out"
+    other.write_text("other\tb\t0.9\n")
+    result = CliRunner().invoke(app, ["fuse", *both, "--run", str(other), "--out", str(out)])
+    assert result.exit_code == 2, result.output
+    says("fuse_of_others", " ".join(result.output.split()), path=other.name, question="other")
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

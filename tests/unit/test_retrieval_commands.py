@@ -263,6 +263,15 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     assert not (found.folder / "no.trec").exists()
 
 
+def test_more_numbers_than_vectors_have_are_refused_before_anything_is_written(
+    found: Place, tmp_path: Path
+) -> None:
+    (done,) = encode(found, "query", "--dims", "1000", out=tmp_path / "wide")
+    assert done.returncode == 2
+    says("dims_of_vectors", done.stderr, dims=1000, has=16)
+    assert not (tmp_path / "wide").exists()
+
+
 @pytest.mark.long
 def test_the_first_numbers_of_vectors_are_searched_and_judged(found: Place, tmp_path: Path) -> None:
     of = {side: str(tmp_path / side) for side in ("query", "passage")}
@@ -294,7 +303,7 @@ def test_fewer_blocks_give_vectors_of_a_model_of_their_own(found: Place, tmp_pat
     )
     model = task.load_export(found.run_folder / "best")
     task.keep_layers(model, 1)
-    task.shorten(8)
+    task.shorten(model, 8)
     first = json.loads((found.folder / "queries.jsonl").read_text().splitlines()[0])
     ids = task.ids([{"text": first["query"]}], side="query")
     wanted = task.embed(model, ids, side="query").detach().numpy()

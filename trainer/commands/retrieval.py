@@ -120,11 +120,12 @@ def encode(
     flags: dict[str, Any] = {"dims": dims, "factor": pool_factor, "layers": layers}
     writer = writer_of(task, side=side, dtype=dtype, **flags)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
+    shortened: Any = task  # writer_of has looked that its form can be
     if dims is not None:
+        shortened.shorten(retriever, dims)
         weights += f", first {dims}"  # comparable with one another alone
     if layers is not None:
-        of_layers: Any = task  # writer_of has looked
-        of_layers.keep_layers(retriever, layers)
+        shortened.keep_layers(retriever, layers)
         weights += f", {layers} layers"
 
     def read() -> list[Any]:

@@ -316,9 +316,9 @@ class Embeds(Protocol):
         """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
         ...
 
-    def shorten(self, dims: int) -> None:
-        """From now on embed() gives the first `dims` numbers of each vector, of length 1 if whole
-        vectors have it. ConfigError of embed() where vectors have fewer.
+    def shorten(self, model: nn.Module, dims: int) -> None:
+        """From now on embed() gives the first `dims` numbers of each vector of the model, of
+        length 1 if whole vectors have it. ConfigError where vectors have fewer.
         """
         ...
 

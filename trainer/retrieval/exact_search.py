@@ -71,14 +71,15 @@ def search(
         passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(most, in_block)
     check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
+    blocks = _share(passages, passage_block)
+    is_small = len(queries) <= query_block and depth < sum(map(len, passages)) <= passage_block
+    if is_small and not is_gpu and distributed.world() == 1:
+        parts = [_products(queries_QD, _on_device(block, device)) for _, block in blocks]
+        scores_QP = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return _best_of_all(scores_QP.contiguous().numpy(), depth)
     keys_QK = torch.full((len(queries), depth), NO_HIT, device=device)
-    for start, block in _share(passages, passage_block):
-        numbers = stored_forms.floats(block) if block.dtype.names else block
-        block_PD = (
-            torch.from_numpy(numbers if numbers.flags.writeable else np.array(numbers))
-            .to(device)
-            .float()
-        )
+    for start, block in blocks:
+        block_PD = _on_device(block, device)
         for first in range(0, len(queries), query_block):
             own = slice(first, first + query_block)
             scores_QP = _products(queries_QD[own], block_PD)
@@ -125,6 +126,13 @@ def _share(passages: Sequence[np.ndarray], block: int) -> Iterable[tuple[int, np
     return (block for number, block in enumerate(blocks) if number % world == rank)
 
 
+def _on_device(stored: np.ndarray, device: torch.device) -> Tensor:
+    """(P, D) fp32 vectors, of a block in any stored form."""
+    numbers = stored_forms.floats(stored) if stored.dtype.names else stored
+    numbers = numbers if numbers.flags.writeable else np.array(numbers)
+    return torch.from_numpy(numbers).to(device).float()
+
+
 def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
     """(Q, P) dot products in fp32; on a processor perhaps a transposed view, with the passages on
     the left.
@@ -134,14 +142,15 @@ def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
     questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time;
     for one, numpy's vecdot takes 40% of it, and MKL longer than either. On an Intel Xeon MKL takes
     60 to 85% of OpenBLAS's time, with the passages on the left for up to FEW_FOR_INTEL questions,
-    and with the questions there for more; for one, OpenBLAS takes 90% of either's.
+    and with the questions there for more; for one, OpenBLAS takes 90% of MKL's and of vecdot's.
     """
     if queries_QD.device.type != "cpu":
         return queries_QD @ block_PD.T
     is_intel = devices.of_processor("vendor_id") == "GenuineIntel"
     if len(queries_QD) == 1:
-        one = _products_of_one(queries_QD[0].numpy(), block_PD.numpy(), is_intel=is_intel)
-        return torch.from_numpy(one)[None]
+        query_D, passages_PD = queries_QD[0].numpy(), block_PD.numpy()
+        one_P = passages_PD @ query_D if is_intel else _products_of_one(query_D, passages_PD)
+        return torch.from_numpy(one_P)[None]
     if len(queries_QD) <= (FEW_FOR_INTEL if is_intel else FEW_QUERIES):
         return (block_PD @ queries_QD.T).T
     if is_intel:
@@ -149,14 +158,29 @@ def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
     return torch.from_numpy(block_PD.numpy() @ queries_QD.numpy().T).T
 
 
-def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray, *, is_intel: bool) -> np.ndarray:
+def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray) -> np.ndarray:
     """(P,) dot products, in as many threads as torch has: vecdot itself computes in one."""
     workers = min(torch.get_num_threads(), len(block_PD) // ROWS_OF_A_THREAD)
     if workers < 2:
-        return block_PD @ query_D if is_intel else np.vecdot(block_PD, query_D)
+        return np.vecdot(block_PD, query_D)
     with ThreadPoolExecutor(workers) as pool:
         parts = pool.map(lambda part: np.vecdot(part, query_D), np.array_split(block_PD, workers))
         return np.concatenate(list(parts))
+
+
+def _best_of_all(scores_QP: np.ndarray, depth: int) -> Hits:
+    """The hits of a small search, whose scores are all known. It makes no keys: with cold caches
+    these take as long as the products of one question with 10,000 passages.
+    """
+    rows_QK = np.empty((len(scores_QP), depth), np.int64)
+    scores_QK = np.empty((len(scores_QP), depth), np.float32)
+    for number, scores_P in enumerate(scores_QP):
+        least = np.partition(scores_P, -depth)[-depth]
+        rows = (scores_P >= least).nonzero()[0]  # those that tie with the last one too
+        found = scores_P[rows]
+        order = (-found).argsort(kind="stable")[:depth]
+        rows_QK[number], scores_QK[number] = rows[order], found[order]
+    return Hits(rows_QK, scores_QK + np.float32(0))  # -0.0 counts as 0.0
 
 
 def best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:

@@ -193,6 +193,20 @@ FAULTS = [
     # A processor's rows, and its loss in the tensor of the logits
     Fault(
         "trainer/models/processor/row_attention.py",
+        "x_SGC.index_copy_(0, self.key_places, ",
+        "x_SGC.index_copy_(0, self.key_places.sort(descending=True).values, ",
+        why="keys of short rows that are copied together get one another's gradients",
+        tests="tests/numerics/test_row_attention.py -k short_rows_of_equal",
+    ),
+    Fault(
+        "trainer/models/processor/row_attention.py",
+        "return spans == [(len(q), len(k))]",
+        "return bool(spans)",
+        why="attention returns the first piece alone in place of all rows",
+        tests="tests/numerics/test_row_attention.py",
+    ),
+    Fault(
+        "trainer/models/processor/row_attention.py",
         "return sizes and before.first_key + before.rows * before.num_keys == piece.first_key",
         "return sizes",
         why="queries read the keys of a row that has no queries",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -12,6 +13,9 @@ from trainer.commands import options
 from trainer.commands.retrieval import Depth, Format, check_run, write_run
 from trainer.config.flags import Strict
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.retrieval.rankings import Rankings
 
 
 @options.guard
@@ -50,8 +54,22 @@ def fuse(
         raise ConfigError(f"--by {by}: want {', '.join(get_args(rankings.Fusion))}.")
     how: Any = {"by": by, "depth": depth}
     with left_out.one_reading("questions", strict=strict):
-        of_run = rankings.fused([read_run(path) for path in runs], of_each, **how)
+        read = [read_run(path) for path in runs]
+        _refuse_strangers(runs, read)
+        of_run = rankings.fused(read, of_each, **how)
     write_run(out, of_run, run_format, tag)
+
+
+def _refuse_strangers(paths: Sequence[Path], runs: Sequence[Rankings]) -> None:
+    """ConfigError for a run that has no question in common with the others."""
+    for number, (path, run) in enumerate(zip(paths, runs, strict=True)):
+        others = [other for at, other in enumerate(runs) if at != number]
+        if not any(question in other for other in others for question in run):
+            first = next(iter(run), None)
+            raise ConfigError(
+                f"--run {path}: its questions, such as {first!r}, are in no other run, so that "
+                "nothing would be fused. Give runs of the same questions."
+            )
 
 
 def _checked(num_runs: int, weights: list[float] | None) -> list[float]:

@@ -86,8 +86,6 @@ def writer_of(
         )
     if factor is not None:
         raise ConfigError(_of_other("--pool_factor", "late", "bi"))
-    if dims is not None:
-        task.shorten(dims)
     return VectorWriter(embeddings, embeddings.EmbeddingsPlan, {}, {})
 
 

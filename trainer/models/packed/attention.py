@@ -81,7 +81,8 @@ def in_short_rows(table: Any, rows: RowStarts, *, dropout: float) -> Attend:
 
     def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (table.n_heads, -1)) for x in (q_MI, k_MI, v_MI))
-        mixed_MHC = row_attention.attend_biased(q, k, v, bias_HLL, rows.pieces, dropout=dropout)
+        pieces = rows.short_together
+        mixed_MHC = row_attention.attend_biased(q, k, v, bias_HLL, pieces, dropout=dropout)
         return mixed_MHC.flatten(1)
 
     return attend

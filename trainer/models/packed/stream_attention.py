@@ -54,6 +54,11 @@ class RowStarts:
         """On a processor: the rows, neighbours of equal length together."""
         return row_attention.pieces_of(self.queries, self.keys)
 
+    @functools.cached_property
+    def short_together(self) -> list[row_attention.Piece]:
+        """The same, and short rows of equal length together wherever they lie."""
+        return row_attention.with_short_rows_together(self.pieces)
+
     @property
     def longest_piece(self) -> int:
         """On a processor: the most queries of a row."""

@@ -14,7 +14,7 @@ from trainer.models.fused import apart, of_blocks
 from trainer.models.packed import absorbed
 from trainer.models.packed.attention import Attend, in_rows, in_short_rows
 from trainer.models.packed.stream_attention import RowStarts, attend
-from trainer.models.packed.t5_encoder import LONG, within_fp16
+from trainer.models.packed.t5_encoder import LONG_BY_ROWS, within_fp16
 from trainer.models.processor import row_attention
 from trainer.models.processor.row_attention import is_wide
 
@@ -60,7 +60,7 @@ def _by_biases(heads: Any, own: RowStarts) -> Attend:
     rate = heads.dropout if heads.training else 0.0
     if (
         is_wide(next(heads.relative_attention_bias.parameters()))
-        and own.longest_piece < LONG["cpu"]
+        and own.longest_piece < LONG_BY_ROWS
     ):
         return in_short_rows(heads, own, dropout=rate)
     return in_rows(heads, own, dropout=rate)

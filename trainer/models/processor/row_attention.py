@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,15 +31,24 @@ _softmax: Any = torch.ops.aten._softmax.out  # in place, if the result is its in
 FEW_KEYS = 384
 
 
+# Rows of up to SHORT tokens are copied to lie together, MOST_COPIED tokens at a time: the calls for
+# each of them alone take longer than its numbers.
+SHORT, MOST_COPIED = 32, 1024
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Neighbours in a stream that have equally many queries, and equally many keys."""
+    """Rows of a stream that have equally many queries, and equally many keys: neighbours, or short
+    rows at any places.
+    """
 
     rows: int
     first_query: int  # its place in the stream
     first_key: int
     num_queries: int  # of each row
     num_keys: int
+    query_places: Tensor | None = field(default=None, compare=False)  # (N x Q,); None: neighbours
+    key_places: Tensor | None = field(default=None, compare=False)  # (N x L,)
 
     @property
     def num_scores(self) -> int:
@@ -47,16 +56,39 @@ class Piece:
         return self.rows * self.num_queries * self.num_keys
 
     def queries(self, x_MHC: Tensor) -> Tensor:
-        """(N, H, Q, C), a view."""
-        return _laid_out(x_MHC, self.first_query, self.rows, self.num_queries)
+        """(N, H, Q, C): of neighbours a view."""
+        if self.query_places is not None:
+            return _of_rows(x_MHC.index_select(0, self.query_places), self.rows)
+        return _of_rows(x_MHC.narrow(0, self.first_query, self.rows * self.num_queries), self.rows)
 
     def keys(self, x_SGC: Tensor) -> Tensor:
-        """(N, G, L, C), a view."""
-        return _laid_out(x_SGC, self.first_key, self.rows, self.num_keys)
+        """(N, G, L, C): of neighbours a view."""
+        if self.key_places is not None:
+            return _of_rows(x_SGC.index_select(0, self.key_places), self.rows)
+        return _of_rows(x_SGC.narrow(0, self.first_key, self.rows * self.num_keys), self.rows)
+
+    def put_queries(self, x_MHC: Tensor, own_NHQC: Tensor) -> None:
+        """Write what queries() would read."""
+        if self.query_places is None:
+            self.queries(x_MHC).copy_(own_NHQC)
+        else:
+            x_MHC.index_copy_(0, self.query_places, _stream(own_NHQC).to(x_MHC.dtype))
+
+    def put_keys(self, x_SGC: Tensor, own_NGLC: Tensor) -> None:
+        """Write what keys() would read."""
+        if self.key_places is None:
+            self.keys(x_SGC).copy_(own_NGLC)
+        else:
+            x_SGC.index_copy_(0, self.key_places, _stream(own_NGLC).to(x_SGC.dtype))
 
 
-def _laid_out(x: Tensor, start: int, rows: int, length: int) -> Tensor:
-    return x.narrow(0, start, rows * length).unflatten(0, (rows, length)).transpose(1, 2)
+def _of_rows(x: Tensor, rows: int) -> Tensor:
+    return x.unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+def _stream(x_NHLC: Tensor) -> Tensor:
+    """(N x L, H, C): a view of what torch's fused kernel writes."""
+    return x_NHLC.transpose(1, 2).flatten(0, 1)
 
 
 def pieces_of(query_starts: Tensor, key_starts: Tensor | None = None) -> list[Piece]:
@@ -76,6 +108,38 @@ def pieces_of(query_starts: Tensor, key_starts: Tensor | None = None) -> list[Pi
             sizes = (before.num_queries, before.num_keys)
             piece = Piece(before.rows + 1, before.first_query, before.first_key, *sizes)
         found.append(piece)
+    return found
+
+
+def with_short_rows_together(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same rows for attend_biased(), which makes many calls for a piece: short ones of equal
+    length are in few pieces.
+    """
+    alike: dict[tuple[int, int], list[Piece]] = {}
+    found: list[Piece] = []
+    for piece in pieces:
+        sizes = piece.num_queries, piece.num_keys
+        if min(sizes) > 0 and max(sizes) <= SHORT:
+            alike.setdefault(sizes, []).append(piece)
+        else:
+            found.append(piece)
+    for (num_queries, num_keys), several in alike.items():
+        if len(several) == 1:
+            found += several
+            continue
+        starts = [
+            (one.first_query + n * num_queries, one.first_key + n * num_keys)
+            for one in several
+            for n in range(one.rows)
+        ]
+        most = MOST_COPIED // max(num_queries, num_keys)
+        for at in range(0, len(starts), most):
+            of_queries, of_keys = torch.tensor(starts[at : at + most]).unbind(1)
+            places = (
+                (of_queries[:, None] + torch.arange(num_queries)).flatten(),
+                (of_keys[:, None] + torch.arange(num_keys)).flatten(),
+            )
+            found.append(Piece(len(of_queries), *starts[at], num_queries, num_keys, *places))
     return found
 
 
@@ -119,13 +183,20 @@ class _Fused(torch.autograd.Function):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        mixed, wide = q.new_empty(q.shape), torch.promote_types(q.dtype, torch.float32)
-        log_sums_MH1 = q.new_empty(*q.shape[:2], 1, dtype=wide)
-        for piece in each(pieces):
+        def of_piece(piece: Piece) -> tuple[Tensor, Tensor]:
             qkv = piece.queries(q), piece.keys(k), piece.keys(v)
             own, sums_NHQ = _flash(*qkv, 0.0, is_causal, attn_mask=None, scale=scale)
-            piece.queries(mixed).copy_(own)
-            piece.queries(log_sums_MH1).copy_(sums_NHQ.unsqueeze(-1))
+            return own, sums_NHQ.unsqueeze(-1)
+
+        if _is_one(pieces, q, k):
+            mixed, log_sums_MH1 = map(_stream, of_piece(pieces[0]))
+        else:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            mixed, log_sums_MH1 = q.new_empty(q.shape), q.new_empty(*q.shape[:2], 1, dtype=wide)
+            for piece in each(pieces):
+                own, own_sums = of_piece(piece)
+                piece.put_queries(mixed, own)
+                piece.put_queries(log_sums_MH1, own_sums)
         ctx.save_for_backward(q, k, v, mixed, log_sums_MH1)
         ctx.pieces, ctx.is_causal, ctx.scale = pieces, is_causal, scale
         return mixed
@@ -134,19 +205,32 @@ class _Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, mixed, log_sums_MH1 = ctx.saved_tensors
-        of_q, of_k, of_v = _gradients(q, k, v, ctx.pieces)
-        for piece in each(ctx.pieces):
+
+        def of_piece(piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
             qkv = piece.queries(q), piece.keys(k), piece.keys(v)
             sums_NHQ = piece.queries(log_sums_MH1).squeeze(-1)
             given = (piece.queries(gradient), *qkv, piece.queries(mixed))
             if piece.num_keys <= FEW_KEYS:
                 given = tuple(x.to(log_sums_MH1.dtype) for x in given)
             how: Any = {"attn_mask": None, "scale": ctx.scale}
-            own_q, own_k, own_v = _flash_backward(*given, sums_NHQ, 0.0, ctx.is_causal, **how)
-            piece.queries(of_q).copy_(own_q)
-            piece.keys(of_k).copy_(own_k)
-            piece.keys(of_v).copy_(own_v)
+            return _flash_backward(*given, sums_NHQ, 0.0, ctx.is_causal, **how)
+
+        if _is_one(ctx.pieces, q, k):
+            found = zip(of_piece(ctx.pieces[0]), (q, k, v), strict=True)
+            return *(_stream(own).to(of.dtype) for own, of in found), None, None, None
+        of_q, of_k, of_v = _gradients(q, k, v, ctx.pieces)
+        for piece in each(ctx.pieces):
+            own_q, own_k, own_v = of_piece(piece)
+            piece.put_queries(of_q, own_q)
+            piece.put_keys(of_k, own_k)
+            piece.put_keys(of_v, own_v)
         return of_q, of_k, of_v, None, None, None
+
+
+def _is_one(pieces: Sequence[Piece], q: Tensor, k: Tensor) -> bool:
+    """Whether one piece has all queries and keys: its results are those of the stream."""
+    spans = [(one.rows * one.num_queries, one.rows * one.num_keys) for one in pieces[:2]]
+    return spans == [(len(q), len(k))]  # its rows are neighbours, as there is no other
 
 
 def _gradients(
@@ -197,7 +281,7 @@ class _Biased(torch.autograd.Function):
             shares_BQL = _shares(piece, q, k, bias_HLL, every_share[place])
             applied_BQL = _dropped(shares_BQL, is_kept, place, dropout)
             own_BQC = torch.bmm(applied_BQL, _batch(piece.keys(v)))
-            piece.queries(mixed).copy_(own_BQC.unflatten(0, (piece.rows, -1)))
+            piece.put_queries(mixed, own_BQC.unflatten(0, (piece.rows, -1)))
         ctx.save_for_backward(q, k, v, bias_HLL, mixed, every_share, is_kept)
         ctx.pieces, ctx.dropout = pieces, dropout
         return mixed
@@ -219,12 +303,13 @@ class _Biased(torch.autograd.Function):
             of_scores = _dropped(of_shares, is_kept, place, ctx.dropout)
             of_scores.sub_(_batch(piece.queries(means_MH1))).mul_(shares)
             applied = _dropped(shares, is_kept, place, ctx.dropout)
-            for total, product in (
-                (piece.queries(of_q), torch.bmm(of_scores, _batch(piece.keys(k)))),
-                (piece.keys(of_k), torch.bmm(of_scores.transpose(1, 2), _batch(piece.queries(q)))),
-                (piece.keys(of_v), torch.bmm(applied.transpose(1, 2), own_BQC)),
+            by_keys, by_queries = of_scores.transpose(1, 2), _batch(piece.queries(q))
+            for put, total, product in (
+                (piece.put_queries, of_q, torch.bmm(of_scores, _batch(piece.keys(k)))),
+                (piece.put_keys, of_k, torch.bmm(by_keys, by_queries)),
+                (piece.put_keys, of_v, torch.bmm(applied.transpose(1, 2), own_BQC)),
             ):
-                total.copy_(product.unflatten(0, (piece.rows, -1)))
+                put(total, product.unflatten(0, (piece.rows, -1)))
             if of_bias is not None:
                 of_rows = of_scores.unflatten(0, (piece.rows, -1))
                 of_piece = of_rows[0] if piece.rows == 1 else of_rows.sum(0)

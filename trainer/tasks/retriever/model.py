@@ -191,6 +191,13 @@ class Retriever(nn.Module):
             return pooled_stream(states, piece, self.how.pooling)
         return pooled(states, piece["mask"], self.how.pooling)
 
+    @property
+    def width(self) -> int:
+        """How many numbers a vector has."""
+        pooler: Any = self.pooler
+        config: Any = self.query_model.config
+        return config.hidden_size if pooler is None else pooler.linear_q.out_features
+
     def keep_layers(self, count: int) -> bool:
         """Remove all but the first `count` blocks of each encoder; whether there were more."""
         bodies = [body for body in (self.query_model, self.passage_model) if body is not None]

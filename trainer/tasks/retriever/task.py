@@ -233,14 +233,14 @@ class Task(TwoSidedTask):
         vectors_NE = model(**texts)["queries" if side == "query" else "passages"].float()
         if self._dims is None:
             return vectors_NE
-        if self._dims > vectors_NE.shape[1]:
-            raise ConfigError(
-                f"--dims {self._dims}: got vectors of {vectors_NE.shape[1]} numbers, want at most "
-                "so many. Leave it out for whole vectors."
-            )
         return first_numbers(vectors_NE, self._dims, normalize=self.how.normalize)
 
-    def shorten(self, dims: int) -> None:
+    def shorten(self, model: Any, dims: int) -> None:
+        if dims > model.width:
+            raise ConfigError(
+                f"--dims {dims}: got vectors of {model.width} numbers, want at most so many. Leave "
+                "it out for whole vectors."
+            )
         nested = self.cfg.loss.matryoshka
         self._tell_untrained("--dims", dims, nested.dims if nested else (), "numbers")
         self._dims = dims
