@@ -214,9 +214,9 @@ def test_deepspeed_copies_them_on_a_stream_of_its_own_and_the_host_waits_no_more
     train = {"steps": 5, "log_every": 5, "eval_every": 5, "save_every": 5, "precision": "bf16"}
     values = experiment("causal_lm", folder, base=DEEP, train={**train, **OFFLOADED})
     file = tmp_path / "device.jsonl"
-    here = trained(values, folder, tmp_path / "gpu", stage, file)
+    goes = trained(values, folder, tmp_path / "goes", stage, file)
     del values["train"]["activation_offload"]
-    assert here == trained(values, folder, tmp_path / "cpu", stage, None)
+    assert goes == trained(values, folder, tmp_path / "stays", stage, tmp_path / "stays.jsonl")
     assert 0 < waits_of(file, 3).total() <= MOST
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     of_step = [line for line in lines if line["step"] == 3 and "copy" in line]
@@ -366,8 +366,9 @@ def test_deepspeeds_own_key_is_refused_with_ours(folder: Path) -> None:
 
 
 def test_a_client_drives_no_run_with_it(folder: Path) -> None:
-    values = experiment("causal_lm", folder, train=OFFLOADED, lora={})
+    values = experiment("causal_lm", folder, lora={})
     values["data"] = {"source": "client"}
+    values["train"] = {"steps": 1, "global_batch": 1, "micro_batch": 1, **OFFLOADED}
     with refused("driven_key", key="train.activation_offload=True"):
         tasks.parse(values)
 
