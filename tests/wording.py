@@ -701,6 +701,10 @@ DEEPSPEED = wording(
     freeze_of_no_step="no step would be left out",
     freeze_on_host="train.freeze: a since above 0 needs the optimizer on the device",
     freeze_of_everything="train.freeze: nothing would train in step {step}",
+    offload_of_nothing="train.activation_offload=true without train.gradient_checkpointing",
+    offload_to_native_memory="DeepSpeed's pinned memory is free again",
+    offload_of_named_input="blocks of this base are given their input by name",
+    deepspeed_own_recomputation="cpu_checkpointing: it is for DeepSpeed's own recomputation",
     freeze_too_late="it would never stand still",
     environment_missing="{names} is not. Start with torchrun",
 )
