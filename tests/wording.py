@@ -899,6 +899,7 @@ RETRIEVER = wording(
     dtype_of_words='--dtype {dtype}: want float16 or float32 for a model of form="sparse"',
     words_of_two_widths="weights of {width} and of {other} words",
     list_of_one='form="cross" learns scores from positives beside negatives: got data.passages={passages}',
+    recomputes_no_blocks="computes no blocks of model_type '{family}' again",
     base_without_head="got model_type '{family}', which has no head",
     pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
     scores_no_pairs="task {task!r} scores no pairs",

@@ -104,10 +104,19 @@ def test_inputs_come_back_with_the_same_bits_and_nobody_keeps_them_meanwhile(
     assert store.most_alive <= 3, "the graph holds no input besides"
 
 
+OF_FAMILIES = [(task, name) for task in ("causal_lm", "retriever") for name in BASES[task]]
+OF_FAMILIES.remove(("retriever", "mpnet"))
+
+
+def test_a_family_whose_blocks_are_not_computed_again_is_refused(folder: Path) -> None:
+    values = experiment("retriever", folder, train={"gradient_checkpointing": True})
+    values["base"] = base_of("retriever", "mpnet", vocab_size=384)
+    with refused("recomputes_no_blocks", family="mpnet"):
+        step(values, folder)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("task", "name"), [(task, name) for task in ("causal_lm", "retriever") for name in BASES[task]]
-)
+@pytest.mark.parametrize(("task", "name"), OF_FAMILIES)
 def test_blocks_of_every_family_give_their_inputs_away(
     task: str, name: str, folder: Path, store: Elsewhere
 ) -> None:

@@ -128,6 +128,11 @@ def of_stock(base: Any, *, every: int | None, **how: Any) -> None:
     """
     if not every:
         return
+    if not base.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.gradient_checkpointing: transformers computes no blocks of model_type "
+            f"{base.config.model_type!r} again. Leave it out."
+        )
     kwargs = {"use_reentrant": False, **how}
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     for module in base.modules():
