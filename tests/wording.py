@@ -703,6 +703,10 @@ DEEPSPEED = wording(
     freeze_of_no_step="no step would be left out",
     freeze_on_host="train.freeze: a since above 0 needs the optimizer on the device",
     freeze_of_everything="train.freeze: nothing would train in step {step}",
+    offload_of_nothing="train.activation_offload=true without train.gradient_checkpointing",
+    offload_to_native_memory="DeepSpeed's pinned memory is free again",
+    offload_of_named_input="blocks of this base are given their input by name",
+    deepspeed_own_recomputation="cpu_checkpointing: it is for DeepSpeed's own recomputation",
     freeze_too_late="it would never stand still",
     environment_missing="{names} is not. Start with torchrun",
 )
@@ -897,6 +901,7 @@ RETRIEVER = wording(
     dtype_of_words='--dtype {dtype}: want float16 or float32 for a model of form="sparse"',
     words_of_two_widths="weights of {width} and of {other} words",
     list_of_one='form="cross" learns scores from positives beside negatives: got data.passages={passages}',
+    recomputes_no_blocks="computes no blocks of model_type '{family}' again",
     base_without_head="got model_type '{family}', which has no head",
     pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
     scores_no_pairs="task {task!r} scores no pairs",

@@ -108,6 +108,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "got train.precision='fp16', want 'bf16' or 'fp32'",
     ),
     ({"train": {"neftune_alpha": 5.0}}, "got train.neftune_alpha=5.0, want it left out"),
+    (
+        {"train": {"gradient_checkpointing": True, "activation_offload": True}},
+        "got train.activation_offload=True, want it left out",
+    ),
     ({"train": {"ema": 0.9}}, "got train.ema=0.9, want it left out"),
     ({"train": {"hours": 1.0}}, "got train.hours=1.0, want it left out"),
     ({"train": {"on_bad_step": "rollback"}}, "got train.on_bad_step='rollback'"),

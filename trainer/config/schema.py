@@ -128,6 +128,10 @@ class Train(Strict):
     block. auto: none where the memory plan says that it fits, else every k-th of the largest k
     that does; the choice is the run's from its first step on.
     """
+    activation_offload: bool = False
+    """With gradient_checkpointing: the inputs of blocks that are computed again wait in pinned host
+    memory for the backward pass. The same bits. On a processor it changes nothing.
+    """
     compile: bool = False
     """Blocks are compiled once for all lengths (torch.compile): fewer kernels, other rounding and
     dropout. Not at ZeRO-3.

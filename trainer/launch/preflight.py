@@ -86,6 +86,7 @@ def look(plan: RunPlan, options: Options, *, earlier: Collection[str] = ()) -> F
     """
     is_awaited = any(one in earlier for one in (base_id(plan.values), teacher_id(plan.values)))
     findings = Findings([*_of_device(plan, options), *foreign_best(plan.cfg), *_of_folder(plan)])
+    findings.problems += _of_offload(plan)
     (findings.warnings if options.is_shortened else findings.problems).extend(_of_schedule(plan))
     (findings.problems if options.strict else findings.warnings).extend(doubts_of(plan.cfg))
     try:
@@ -187,7 +188,7 @@ def show(plan: RunPlan, findings: Findings) -> str:
 
 def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
     """Raise one ConfigError with every problem that shows before a row is read. On one rank."""
-    problems = [*foreign_best(plan.cfg), *_of_folder(plan)]
+    problems = [*foreign_best(plan.cfg), *_of_offload(plan), *_of_folder(plan)]
     on_disk = deepspeed_config.offload_device(plan.ds, "offload_optimizer") == "nvme"
     if options.memory and on_disk:
         problems.append(OPTIMIZER_ON_NVME)
@@ -292,6 +293,24 @@ def _of_device(plan: RunPlan, options: Options) -> Iterator[str]:
                 refuse_without_fp8(device.name)
     except ConfigError as error:
         yield str(error)
+
+
+def _of_offload(plan: RunPlan) -> Iterator[str]:
+    """Why inputs of blocks cannot wait on the host."""
+    train = plan.values["train"]
+    if not train.get("activation_offload"):
+        return
+    if not train.get("gradient_checkpointing"):
+        yield (
+            "train.activation_offload=true without train.gradient_checkpointing: it takes the "
+            "inputs of blocks that are computed again, and none is. Set gradient_checkpointing to "
+            "true, or leave activation_offload out."
+        )
+    if os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native":
+        yield (
+            "train.activation_offload=true with DS_PIN_MEMORY_BACKEND=native: DeepSpeed's pinned "
+            "memory is free again while a copy may still be on its way. Unset the variable."
+        )
 
 
 def _of_folder(plan: RunPlan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from trainer.config.identity import digest
 from trainer.config.userfile import placed
 from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
-from trainer.models import base_model, base_source
+from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
 from trainer.models.optimizers.rates import freeze_whole
@@ -39,6 +39,7 @@ from trainer.training.session import Cadence, Progress, Session
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
     from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
@@ -248,6 +249,7 @@ def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Pro
 def _model_of(run: PreparedRun, ds: dict[str, Any]) -> nn.Module:
     """The task's model with what is frozen in it. ds: of the engine."""
     plan = run.plan
+    settle_inputs(plan.cfg.train)
     with engine.partitioned_loading(ds):
         model = run.task.model()
         freeze_whole(model, plan.cfg.train.freeze)
@@ -256,6 +258,21 @@ def _model_of(run: PreparedRun, ds: dict[str, Any]) -> nn.Module:
     logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     return model
+
+
+def settle_inputs(train: Train) -> None:
+    """Let blocks of this run that are computed again keep their inputs where the run says."""
+    store = None
+    if train.activation_offload and train.recompute_every is None:
+        logger.info(
+            'train.gradient_checkpointing="auto": no block is computed again, and '
+            "train.activation_offload takes no input"
+        )
+    elif train.activation_offload and not distributed.is_gpu():
+        logger.info("device: a processor, where train.activation_offload changes nothing")
+    elif train.activation_offload:
+        store = engine.PinnedInputs()
+    recomputation.keep_inputs_in(store)
 
 
 def _read_teacher(run: PreparedRun, lap: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ import io
 import logging
 import os
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)")
 
 import deepspeed  # noqa: E402
+from deepspeed.runtime.activation_checkpointing import offload_activations  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
@@ -431,3 +432,37 @@ class Engine:
             elif k % world == rank:
                 weights[name] = parameter.detach()
         return weights, self.optimizer.own_tensors()
+
+
+# Inputs of blocks in host memory
+# --------------------------------------------------------------------------------------------------
+
+
+class PinnedInputs(offload_activations.CheckpointHiddenStatesOffload):
+    """A store of inputs of blocks in pinned host memory (trainer/models/recomputation.py):
+    DeepSpeed's (0.19.8), whose copies have a stream of their own, so that neither the host nor the
+    computation waits for copies to the host.
+
+    The newest input stays on the device, and the one before it until it is copied. DeepSpeed's pool
+    of host memory is off: it fits tensors of equal shape alone, which packed rows hardly ever have;
+    torch's own pool takes its place. DeepSpeed's context manager is not used: it waits for the
+    device at both ends, and holds what has come back until then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_cpu_buffer_pool_count=0)
+        self._forgotten: deque[int] = deque()
+
+    def offload_input(self, tensor: Tensor) -> int | None:
+        """Take an input; its number, or None where it stays."""
+        while self._forgotten:
+            number = self._forgotten.popleft()
+            for table in (self._keep_last, self._fwd_stash, self._tracker):
+                table.pop(number, None)
+        return super().offload_input(tensor)
+
+    def forget_input(self, tensor_id: int) -> None:
+        """No backward pass will ask for this input. It goes with the next one that comes, for this
+        is called wherever Python drops a graph, in any thread.
+        """
+        self._forgotten.append(tensor_id)

@@ -139,6 +139,8 @@ REFUSED: dict[str, str] = {
     "tensor_parallel": _PURE_DATA_PARALLEL,
     "expert_parallel": _PURE_DATA_PARALLEL,
     "hybrid_engine": "it generates text between updates, which no task here does. Delete the key.",
+    "activation_checkpointing.cpu_checkpointing": "it is for DeepSpeed's own recomputation, which "
+    "is not used. Delete the key, and say train.activation_offload.",
     "weight_quantization": "it is for inference. Delete the key.",
     "data_efficiency": "the order of the data is a function of the experiment's seed alone. "
     "Delete the key.",

@@ -279,7 +279,9 @@ SYNONYMS: dict[str, Synonym] = {
     "packing_strategy": as_key("train.micro_tokens", advice="No row is cut to fill a block."),
     "eval_packing": to.PADDING_FREE,
     "loss_type": nothing("It is the sum of the tokens' cross-entropies, computed in chunks."),
-    "activation_offloading": to.RECOMPUTE,
+    "activation_offloading": as_key(
+        "train.activation_offload", advice="It needs train.gradient_checkpointing."
+    ),
     "lora_target_parameters": nothing("Adapters go into linear layers."),
     "lora_modules_to_save": to.SAVED,
     "init_lora_weights": as_key("lora.init"),

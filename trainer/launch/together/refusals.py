@@ -35,6 +35,7 @@ _TRAIN: dict[str, Any] = {
     "neftune_alpha": None,
     "answers": None,
     "base_bits": None,
+    "activation_offload": False,
     "ema": None,
 }
 _BLOCKS = ("teacher", "judge", "metrics", "continues", "init_from")

@@ -182,9 +182,12 @@ def teaching(step: Measured, *, cublas: int) -> Breakdown:
 
 
 def host(step: Measured, zero: Zero) -> int:
-    """Bytes of host memory that a rank needs because of offloading."""
+    """Bytes of host memory that a rank needs because of offloading: of weights, the optimizer, and
+    inputs of blocks.
+    """
     P, F, w = step.trainable, step.frozen, zero.world
     weights = zero.width * (P + F) // w if zero.offloads_weights else 0
+    weights += step.offloaded
     if not zero.offloads_optimizer:
         return weights
     # fp32 weights, the gradients, AdamW's two states and an average. At stages 1 and 2 also the

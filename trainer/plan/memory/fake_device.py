@@ -316,6 +316,60 @@ def linear_of_partitioned() -> Iterator[None]:
         yield
 
 
+# The newest input, and the one whose copy is on its way: deepspeed 0.19.8, whose engine of offloads
+# has keep_last_count=1, and max_fwd_stash_count=2, of which the newest is one.
+_KEPT = 2
+_SMALLEST = 1024  # bytes of an input that it takes: min_offload_bytes
+
+
+class PlannedInputs:
+    """The store of DeepSpeed under fake tensors: which inputs lie on the device, and how many bytes
+    in host memory.
+
+    It restores one input after the other, when its block is computed again. A host that runs ahead
+    may ask for the next ones before: torch counts those only while copies are on their way.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0  # bytes of host memory at once
+        self._count = 0
+        self._nbytes: dict[int, int] = {}  # of what has host memory
+        self._kept: dict[int, Tensor] = {}
+        self._away: dict[int, dict[str, Any]] = {}  # how each of the others is made again
+
+    def offload_input(self, tensor: Tensor) -> int | None:
+        """Keep the newest inputs, and let go of an older one. Small ones stay."""
+        if tensor.nbytes < _SMALLEST:
+            return None
+        self._count += 1
+        before = self._count - 1
+        self._kept[self._count] = tensor
+        if before in self._kept:
+            self._nbytes[before] = _pinned(self._kept[before].nbytes)
+            self.most = max(self.most, sum(self._nbytes.values()))
+        for number in [one for one in self._kept if one <= self._count - _KEPT]:
+            old = self._kept.pop(number)
+            shape = {"size": old.shape, "stride": old.stride()}
+            self._away[number] = {**shape, "dtype": old.dtype, "device": old.device}
+        return self._count
+
+    def restore_input(self, tensor_id: int) -> Tensor:
+        """The input, or new memory for it."""
+        self._nbytes.pop(tensor_id, None)
+        kept = self._kept.pop(tensor_id, None)
+        return torch.empty_strided(**self._away.pop(tensor_id)) if kept is None else kept
+
+    def forget_input(self, tensor_id: int) -> None:
+        """Let go of an input that no backward pass needs."""
+        for table in (self._nbytes, self._kept, self._away):
+            table.pop(tensor_id, None)
+
+
+def _pinned(nbytes: int) -> int:
+    """The bytes that torch's pool of pinned memory takes for so many: a power of 2 (torch 2.13)."""
+    return 1 << (nbytes - 1).bit_length()
+
+
 _GROUPS = 4  # of rows of similar length; the middle row of each is measured
 
 

@@ -88,8 +88,10 @@ def _run_step(request: MeasureRequest, places: Places) -> Measured:
         whole,
     )
 
-    every = tasks.parse(request.experiment).train.recompute_every or 0
-    if every > 1:  # blocks differ: only every so many is recomputed
+    train = tasks.parse(request.experiment).train
+    every = train.recompute_every or 0
+    if every > 1 or (every and train.activation_offload):
+        # blocks differ: only every so many is recomputed, or the last ones keep their inputs
         return _run_blocks(request, places, lambda _: whole())
     num_blocks = SHOWN_RECOMPUTED if every else SHOWN
     try:
@@ -106,6 +108,7 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     from trainer.models.optimizers import state_nbytes
     from trainer.models.optimizers.rates import freeze_whole, rules
     from trainer.plan.memory.fake_device import (
+        PlannedInputs,
         equal_chunks_once,
         exchanges_alone,
         fake_device,
@@ -115,6 +118,7 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
 
     started = time.process_time()
     cfg = tasks.parse(request.experiment)
+    inputs = PlannedInputs()
     task: Any = tasks.load(cfg, places)
     student = task
     if request.kind == "teach":
@@ -139,6 +143,8 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker = device.tracker
         tracker.watch(model, shorten(model))
         tracker.restart()
+        is_offloaded = cfg.train.activation_offload and request.kind == "train"
+        recomputation.keep_inputs_in(inputs if is_offloaded else None)
         grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
         with grouping, equal_chunks_once(tracker), exchanges_alone():
             if request.kind == "teach":
@@ -167,6 +173,7 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             units=int(task.units(whole_batch)),
             sizes=[list(item) for item in Counter(size for size, _ in sizes).items()],
             blocks=blocks,
+            offloaded=inputs.most,
             groups=groups,
         )
 

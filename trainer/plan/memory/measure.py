@@ -128,6 +128,7 @@ class Measured:
         default_factory=list
     )  # [numbers of a weight, how many weights have this size]
     blocks: int = 0  # in the longest stack
+    offloaded: int = 0  # bytes of inputs of blocks that wait in host memory at once
     groups: list[SteppedTogether] = field(default_factory=list)  # in the order of their steps
 
     @property
@@ -180,7 +181,15 @@ def scale_to_rows(few: tuple[int, Measured], some: tuple[int, Measured], rows: i
     partitioned = _between(less.partitioned, more.partitioned, part)
     (reading,) = _between([less.reading], [more.reading], part) or [more.reading]
     scratch = max(0, round(less.scratch + part * (more.scratch - less.scratch)))
-    return replace(more, moments=moments, partitioned=partitioned, reading=reading, scratch=scratch)
+    offloaded = max(0, round(less.offloaded + part * (more.offloaded - less.offloaded)))
+    return replace(
+        more,
+        moments=moments,
+        partitioned=partitioned,
+        reading=reading,
+        scratch=scratch,
+        offloaded=offloaded,
+    )
 
 
 def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment]:

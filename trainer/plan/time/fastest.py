@@ -43,6 +43,8 @@ class Way:
         """The experiment dictionary that trains this way."""
         changed = with_value(values, "train.micro_batch", self.micro_batch)
         every = self.recompute_every
+        if every is None and values.get("train", {}).get("activation_offload"):
+            changed = with_value(changed, "train.activation_offload", False)
         return with_value(changed, _CHECKPOINTING, every if every and every > 1 else bool(every))
 
     @property
@@ -109,7 +111,7 @@ def ways(
                 batches = points.batches(rows, share // rows)
                 time = step_time(batches, points.longest[0][1], now, rates, cluster)
                 peak = _peak(points, zero, rows, share)
-                beside = host(points.longest[0][1], now)
+                beside = host(points.memory(rows), now)
                 all_ways.append(Way(preset, rows, every, share // rows, time, peak, beside))
     return sorted(all_ways, key=lambda way: (way.time.total, way.peak))
 

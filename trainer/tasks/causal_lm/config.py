@@ -30,6 +30,7 @@ _NOT_DRIVEN = (
     "ema",
     "freeze",
     "compile",
+    "activation_offload",
 )
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
+from trainer.models import recomputation
 from trainer.models.inner_layers import InnerLayers, keep_blocks
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack
@@ -140,8 +140,7 @@ class Retriever(nn.Module):
             runs = [*of_side[-1:] * spare, *of_side]
             again = 0 if chunks is None else len(runs) - (side == last)
             vectors = [
-                checkpoint(self._of_layers, side, piece, use_reentrant=False)
-                for piece in runs[:again]
+                recomputation.of_many_blocks(self._of_layers, side, piece) for piece in runs[:again]
             ]
             vectors += [self._of_layers(side, piece) for piece in runs[again:]]
             for unused in vectors[:spare]:
