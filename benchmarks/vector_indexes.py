@@ -29,7 +29,7 @@ from trainer.retrieval import embeddings
 from trainer.retrieval.exact_search import search
 from trainer.retrieval.vector_index import IndexOptions, folder_of, open_index
 
-SEED = 5
+SEED, AT_ONCE = 5, 100_000
 
 
 def of_length_1(vectors: np.ndarray) -> np.ndarray:
@@ -45,10 +45,14 @@ def drawn(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     centres = of_length_1(random.standard_normal((max(1, options.clusters), width), np.float32))
 
     def draw(count: int) -> np.ndarray:
-        noise = of_length_1(random.standard_normal((count, width), np.float32))
-        if not options.clusters:
-            return noise
-        return of_length_1(noise + centres[random.integers(len(centres), size=count)])
+        vectors = np.empty((count, width), np.float32)
+        for start in range(0, count, AT_ONCE):
+            part = vectors[start : start + AT_ONCE]
+            part[:] = of_length_1(random.standard_normal(part.shape, np.float32))
+            if options.clusters:
+                chosen = centres[random.integers(len(centres), size=len(part))]
+                part[:] = of_length_1(part + chosen)
+        return vectors
 
     return draw(options.queries), draw(options.passages)
 

@@ -187,7 +187,8 @@ def test_a_killed_run_of_shared_rows_goes_on_to_the_same_bits(
 
     straight = run_ranks(2, *argv("straight"))
     assert [done.returncode for done in straight] == [0, 0], straight[0].stdout + straight[0].stderr
-    killed = run_ranks(2, *argv("killed"), first=at_step(4, signal.SIGKILL, rank=1))
+    # step 2 is complete when step 4 begins to be saved, which is before step 5
+    killed = run_ranks(2, *argv("killed"), first=at_step(5, signal.SIGKILL, rank=1))
     assert killed[1].returncode == -signal.SIGKILL
     resumed = run_ranks(2, *argv("killed"))
     assert "resumed from" in resumed[0].stdout, resumed[0].stdout + resumed[0].stderr
