@@ -95,13 +95,17 @@ def _settled(precision: str) -> list[bool]:
     return [torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.matmul.allow_tf32]
 
 
-def test_the_allocator_is_told_before_torch_starts_and_a_word_of_the_user_stays() -> None:
+def test_what_torch_reads_is_told_before_it_starts_and_a_word_of_the_user_stays() -> None:
+    ours = ("PYTORCH_CUDA_ALLOC_CONF", "GOMP_SPINCOUNT")
     code = "from trainer.runtime import device_defaults as d; d.before_torch(); import os, sys;"
-    code += "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], 'torch' in sys.modules)"
-    environment = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}
+    code += f"print(*(os.environ.get(name) for name in {ours}), 'torch' in sys.modules)"
+    of_user = {*ours, "OMP_WAIT_POLICY"}
+    environment = {k: v for k, v in os.environ.items() if k not in of_user}
     for given, want in (
-        ({}, "expandable_segments:True False"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native False"),
+        ({}, "expandable_segments:True 20000 False"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native 20000 False"),
+        ({"GOMP_SPINCOUNT": "7"}, "expandable_segments:True 7 False"),
+        ({"OMP_WAIT_POLICY": "active"}, "expandable_segments:True None False"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code],

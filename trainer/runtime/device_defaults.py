@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_TURNS, _WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # how threads wait for one another
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ def before_torch() -> None:
     Let oneDNN keep few products of a processor: it has one for every number of tokens, with memory
     of its own, and by default the last 1024 (a reranker in bf16 grew from 4.7 to 14 GiB by that).
 
+    Let a thread that waits for another one of OpenMP (gcc's) give its core away after 20,000 turns,
+    some tens of microseconds, and not after 300,000: beside another program, all of a step's
+    threads have hardly ever a core at once, and a step took up to 12 times as long.
+
     And let tokenizers start no threads: many rows are encoded by processes, which are forked from
     this one, and a process with such threads warns of that when it is forked.
 
@@ -116,6 +121,8 @@ def before_torch() -> None:
     refuse_other_words(os.environ)
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
     os.environ.setdefault(_KEPT_PRODUCTS, "32")  # a micro-batch has fewer
+    if _WAITING not in os.environ:
+        os.environ.setdefault(_TURNS, "20000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
