@@ -12,8 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
     from trainer.plan.memory.fake_device import FakeDevice
-    from trainer.plan.memory.tracker import Ran
+    from trainer.plan.memory.tracker import Ran, Tracker
     from trainer.protocol.task import Places, Task
 
 logger = logging.getLogger(__name__)
@@ -107,13 +107,7 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     from trainer.models.base_model import DTYPES
     from trainer.models.optimizers import state_nbytes
     from trainer.models.optimizers.rates import freeze_whole, rules
-    from trainer.plan.memory.fake_device import (
-        PlannedInputs,
-        equal_chunks_once,
-        exchanges_alone,
-        fake_device,
-        rows_in_groups,
-    )
+    from trainer.plan.memory.fake_device import PlannedInputs, fake_device
     from trainer.plan.memory.tracker import forwards_in
 
     started = time.process_time()
@@ -145,8 +139,7 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker.restart()
         is_offloaded = cfg.train.activation_offload and request.kind == "train"
         recomputation.keep_inputs_in(inputs if is_offloaded else None)
-        grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
-        with grouping, equal_chunks_once(tracker), exchanges_alone():
+        with _shortened(request, tracker):
             if request.kind == "teach":
                 student.likeliest(model.eval(), device.copy_of(batch))
             else:
@@ -176,6 +169,16 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             offloaded=inputs.most,
             groups=groups,
         )
+
+
+@contextmanager
+def _shortened(request: MeasureRequest, tracker: Tracker) -> Iterator[None]:
+    """Inside, what is alike is computed once, and counted as often as a step has it."""
+    from trainer.plan.memory.fake_device import equal_chunks_once, exchanges_alone, rows_in_groups
+
+    grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
+    with grouping, equal_chunks_once(tracker), exchanges_alone():
+        yield
 
 
 def _rows_of(request: MeasureRequest) -> list[dict[str, Any]]:
