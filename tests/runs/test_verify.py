@@ -21,7 +21,7 @@ from tests.forked import TRAINER, TRAINVAL, run, run_ranks
 from tests.runs.test_commands import lines
 from tests.runs.test_features import Launcher
 from tests.wording import says
-from trainer.switches import CPU_KERNELS
+from trainer.switches import CPU_KERNELS, CPU_KERNELS_VERSION
 
 STEPS = 8
 
@@ -168,13 +168,24 @@ def test_a_replay_names_the_first_step_that_differs_and_what_is_known(
     assert "versions and device are those of the checkpoint" in said
 
 
+def _die_with_earlier_kernels() -> None:
+    from trainer.training import checkpoint
+
+    checkpoint.CPU_KERNELS_VERSION = 1
+    _die_at(6)
+
+
 def test_a_run_that_goes_on_with_other_ranks_says_so_and_is_replayed_with_those(
     folder: Path, tmp_path: Path
 ) -> None:
+    """So it does of other kernels of a processor: nothing was said of their last bits."""
     argv = _argv(folder, tmp_path)
-    killed = run(*argv, first=functools.partial(_die_at, 6))
+    killed = run(*argv, first=_die_with_earlier_kernels)
     assert killed.returncode == -signal.SIGKILL
-    assert [done.returncode for done in run_ranks(2, *argv)] == [0, 0]
+    resumed = run_ranks(2, *argv)
+    assert [done.returncode for done in resumed] == [0, 0]
+    said = " ".join((resumed[0].stdout + resumed[0].stderr).split())
+    assert f"cpu_kernels was 1, is {CPU_KERNELS_VERSION}. The run goes on" in said
     (found,) = (tmp_path / "out").glob("[0-9a-f]*")
     said = verify(found, folder).stdout
     assert "steps 1 to 4: 1 rank(s)" in said

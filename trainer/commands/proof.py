@@ -146,11 +146,9 @@ def _tell(folder: Path, result: Any) -> None:
         for key in _NAMED
         if theirs.get(key) != ours.get(key)
     ]
-    changed = [
-        f"{key} was {result.then[key]}, is {result.now.get(key)}"
-        for key in result.then
-        if result.then[key] != result.now.get(key)
-    ]
+    from trainer.training.checkpoint import made_otherwise
+
+    changed = made_otherwise(result.then, result.now)
     circumstances = "; ".join(changed) or (
         "versions and device are those of the checkpoint"
         if result.then

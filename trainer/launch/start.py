@@ -315,6 +315,10 @@ def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
         logger.warning(text, saved, saved.world, distributed.world())
         rng.seed_everything(seed + state["progress"]["step"], distributed.rank())
     progress = Progress.of(state["progress"])
+    changed = checkpoint.made_otherwise(state.get("made_with", {}), checkpoint.made_with())
+    if changed:
+        text = "%s: %s. The run goes on; losses from here on have other last bits than without that"
+        logger.warning(text, saved, "; ".join(changed))
     logger.info("resumed from %s", saved)
     return progress
 

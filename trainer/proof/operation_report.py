@@ -17,6 +17,7 @@ from trainer.proof.operations import is_driven
 from trainer.proof.replay import as_it_ran
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
+from trainer.training.checkpoint import made_otherwise
 from trainer.training.run_plan import plan
 
 if TYPE_CHECKING:
@@ -101,11 +102,7 @@ def _tell(folder: Path, result: Any) -> None:
     if not result.differing:
         return
     seq, kind, text = result.differing[0]
-    changed = [
-        f"{key} was {result.then[key]}, is {result.now.get(key)}"
-        for key in result.then
-        if result.then[key] != result.now.get(key)
-    ]
+    changed = made_otherwise(result.then, result.now)
     known = "; ".join(changed) or (
         "versions and device are those of the state"
         if result.then

@@ -45,6 +45,7 @@ from trainer.files.safetensors_file import (
 )
 from trainer.files.saved_tensors import SavedTensors
 from trainer.runtime import distributed
+from trainer.switches import CPU_KERNELS_VERSION, uses_cpu_kernels
 
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2  # the version of the layout above
@@ -491,7 +492,17 @@ def _shards(folder: Path, prefix: str) -> list[Path]:
 
 def made_with() -> dict[str, str]:
     """The versions and the device, on which the bits of a step depend besides the dictionary."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-    threads = {} if torch.cuda.is_available() else {"threads": str(torch.get_num_threads())}
-    return {**versions, "device": device, **threads}
+    if torch.cuda.is_available():
+        return {**versions, "device": torch.cuda.get_device_name()}
+    kernels = {"cpu_kernels": str(CPU_KERNELS_VERSION)} if uses_cpu_kernels(os.environ) else {}
+    return {**versions, "device": "cpu", "threads": str(torch.get_num_threads()), **kernels}
+
+
+def made_otherwise(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two answers of `made_with`, in words; [] where `then` is not known."""
+    return [
+        f"{key} was {then.get(key, 'not noted')}, is {now.get(key, 'not noted')}"
+        for key in {**now, **then}
+        if then and then.get(key) != now.get(key)
+    ]
