@@ -7,6 +7,7 @@ LatheError             1  something went wrong that no dictionary can mend
 │   ├── ConfigError       an experiment dictionary, a flag or a DeepSpeed file
 │   ├── DataError         a data file or a row of it (file and line are named)
 │   ├── ResumeError       a run folder of another dictionary, other data or another base model
+│   │   └── HeldError     another process or worker has it now; later the same command goes on
 │   ├── StorageError      the disk: full, read-only, or not there
 │   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered
@@ -61,6 +62,10 @@ class DataError(UserError):
 
 class ResumeError(UserError):
     """The run folder was written by another dictionary, other data or another base model."""
+
+
+class HeldError(ResumeError):
+    """Another process or worker has the folder now. Later the same command goes on."""
 
 
 class StorageError(UserError):

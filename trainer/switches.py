@@ -15,7 +15,7 @@ KEEP_MEMORY = "LATHE_KEEP_MEMORY"  # malloc keeps freed memory for the next step
 TF32 = "LATHE_TF32"  # fp32 products of a GPU; on
 LIGER = "LATHE_LIGER"  # kernels of liger-kernel on a GPU; off
 EXAMINE = "LATHE_EXAMINE"  # DeepSpeed is examined before its first use: on, or off
-# Raise it with every change by which these kernels give other last bits, and say so in CHANGELOG.md.
+# Raise it with every change by which these kernels give other last bits.
 CPU_KERNELS_VERSION = 2
 # keys of a run's data.json, by the switch of these kernels; a run without them has no key
 KERNELS = {CPU_KERNELS: "cpu_kernels", LIGER: "liger"}

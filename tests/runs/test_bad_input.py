@@ -381,9 +381,7 @@ def test_a_disk_that_is_full_or_a_lock_that_is_removed_ends_a_run_as_failed(
     found = run_on_ranks(1, _disturbed, cases, folder, tmp_path)[0]
     for name, (outcome, status, left) in found.items():
         is_disk = name != "no_lock"
-        assert outcome[:2] == ("StorageError" if is_disk else "ResumeError", 2), (
-            f"{name}: {outcome}"
-        )
+        assert outcome[:2] == ("StorageError" if is_disk else "HeldError", 2), f"{name}: {outcome}"
         text = f"/{name}" if is_disk else ".lock was removed"
         assert text in outcome[2].replace("/.", "/"), f"{name}: {outcome}"  # still a hidden name
         assert status["state"] == "failed", name

@@ -159,7 +159,7 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(
         time.sleep(0.05)
     second = launcher.start("-e", "mine", "-r", "1").finish()
     assert second.returncode == 2
-    assert "ResumeError" in second.stderr
+    assert "HeldError" in second.stderr
     says("lock_held", second.stderr)
     os.kill(first.pid, signal.SIGTERM)
     assert first.finish().returncode == 75

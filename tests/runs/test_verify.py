@@ -4,7 +4,6 @@ files of a run folder that are damaged.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil

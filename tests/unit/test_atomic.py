@@ -14,7 +14,7 @@ import pytest
 
 from tests.ranks import run_alone
 from tests.wording import refused, says
-from trainer.errors import ResumeError
+from trainer.errors import HeldError
 from trainer.files import atomic
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
@@ -189,7 +189,7 @@ def _locks(path: Path, folder: Path) -> str:
     lock.acquire()
     try:
         lock.hold(folder)
-    except ResumeError as error:
+    except HeldError as error:
         return str(error)
     return "held"
 

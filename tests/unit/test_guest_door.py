@@ -21,18 +21,29 @@ def _changed(*_: Any) -> None:
     raise ResumeError("its base has changed")
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
+FOR_ANOTHER = (EXIT_PREEMPTED, "began with other kernels than")
+
+
+@pytest.mark.parametrize(
+    ("began", "answer"),
+    [
+        ('{"identity": {}, "cpu_kernels": true}', (EXIT_BAD_INPUT, "its base has changed")),
+        ('{"identity": {}}', FOR_ANOTHER),
+        ("{", (EXIT_BAD_INPUT, "want which data and base the run began with")),
+    ],
+)
 def test_only_what_another_worker_can_compute_is_to_be_run_again(
-    has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    began: str, answer: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose base had changed was sent away as preempted, and came again without end."""
+    """A run whose base had changed was sent away as preempted, and came again without end. So was
+    one with a damaged data.json and no saved step.
+    """
     options = Options(tmp_path / "runs", data_path=tmp_path, cache_dir=tmp_path / "cache")
     of_both = [driven_values(tmp_path, data={"together": 3}, train={"seed": n}) for n in (1, 2)]
     host, guest = (plan(values, options, world=1, rank=0) for values in of_both)
-    for one, has in ((host, True), (guest, has_kernels)):
+    for one, note in ((host, '{"identity": {}, "cpu_kernels": true}'), (guest, began)):
         one.folder.mkdir(parents=True)
-        began = {"identity": {}, **({"cpu_kernels": True} if has else {})}
-        (one.folder / "data.json").write_text(json.dumps(began))
+        (one.folder / "data.json").write_text(note)
         (one.folder / "exp_dict.json").write_text(json.dumps(one.values))
     sent_away: list[tuple[int, str]] = []
 
@@ -46,5 +57,5 @@ def test_only_what_another_worker_can_compute_is_to_be_run_again(
     record: Any = SimpleNamespace(fail=None)
     assert GuestDoor(makes, record).admit({"id": guest.id, "token": "t"}) is None
     ((code, text),) = sent_away
-    assert code == (EXIT_BAD_INPUT if has_kernels else EXIT_PREEMPTED)
-    assert ("its base has changed" if has_kernels else "began with other kernels than") in text
+    assert code == answer[0]
+    assert answer[1] in text

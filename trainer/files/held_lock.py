@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainer.errors import ResumeError
+from trainer.errors import HeldError
 
 
 class HeldLock:
@@ -32,7 +32,7 @@ class HeldLock:
         self._folder: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock. ResumeError at once when another process has it."""
+        """Take the lock. HeldError at once when another process has it."""
         try:
             self._lock.acquire()
         except Timeout:
@@ -40,7 +40,7 @@ class HeldLock:
         self._identity = self._at_the_path()
 
     def hold(self, folder: Path) -> None:
-        """Lock a folder itself too. ResumeError when another process has it, whatever became of
+        """Lock a folder itself too. HeldError when another process has it, whatever became of
         the file. Where a file system cannot lock folders, the file alone counts.
         """
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -53,15 +53,13 @@ class HeldLock:
             return  # NFS asks for a file that is open for writing, which no folder can be
         self._folder = descriptor
 
-    def _is_held(self, path: Path) -> ResumeError:
-        return ResumeError(
-            f"{self._what}: {self._held} (it holds {path}). Wait for it, or stop it."
-        )
+    def _is_held(self, path: Path) -> HeldError:
+        return HeldError(f"{self._what}: {self._held} (it holds {path}). Wait for it, or stop it.")
 
     def check(self) -> None:
-        """ResumeError when the name does not lead to the locked file any more."""
+        """HeldError when the name does not lead to the locked file any more."""
         if self._identity is None or self._at_the_path() != self._identity:
-            raise ResumeError(
+            raise HeldError(
                 f"{self._what}: {self._path} was removed while this process held it, so that "
                 "another one may be training this experiment by now. Nothing more is saved here. "
                 "See that one process at a time uses the folder, and run this again: it resumes."

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from trainer.errors import CheckpointError, ResumeError, StorageError
+from trainer.errors import CheckpointError, HeldError, StorageError
 from trainer.files.atomic import refusals, sync
 
 _LENGTHS = struct.Struct("<QQ")
@@ -216,7 +216,7 @@ class RecordWriter:
 
     def __init__(self, files: RecordFiles, *, segment_bytes: int = SEGMENT) -> None:
         """Take the lock of these files, and make durable what an earlier writer left.
-        ResumeError when another process writes them. The caller scans, and calls `begin`.
+        HeldError when another process writes them. The caller scans, and calls `begin`.
         """
         self.files, self._segment_bytes = files, segment_bytes
         self._descriptor: int | None = None
@@ -228,7 +228,7 @@ class RecordWriter:
         try:
             self._lock.acquire()
         except Timeout:
-            raise ResumeError(
+            raise HeldError(
                 f"{files.folder}: another process writes {files.stem}-*.bin (it holds {path}). "
                 "Stop it, or wait for it."
             ) from None

@@ -53,7 +53,7 @@ def run_rounds(
     """Train all rounds. Returns the exit code of the last training, and the lines of the table.
 
     options: --data_path is that of the experiment; the rounds have the loop's folder in its place.
-    strict: refuse what would be left out of the questions. ResumeError when another process is at
+    strict: refuse what would be left out of the questions. HeldError when another process is at
     work in the folder of the loop. A collective.
     """
     out = loop.out.resolve()

@@ -25,7 +25,7 @@ from jobs.serve.requests import Refusal
 from jobs.serve.steps.names import ClientId, absent
 from jobs.serve.steps.sessions import RunFacts, Sessions
 from jobs.serve.steps.upkeep.driven_jobs import last_operation
-from trainer.errors import ResumeError
+from trainer.errors import HeldError
 from trainer.files.atomic import refusals
 from trainer.operations.operation_log import (
     FOLDER,
@@ -86,7 +86,7 @@ class OpenRun:
                     self.folder.mkdir(parents=True, exist_ok=True)
                 try:
                     self.log = OperationLog(self.folder)
-                except ResumeError:
+                except HeldError:
                     text = f"Another server writes the operations of {self.facts.id}. Ask again."
                     raise Refusal(503, text, code="overloaded", retry_after_s=2) from None
             return self.log

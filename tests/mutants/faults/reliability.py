@@ -224,4 +224,11 @@ FAULTS = [
         why="a run killed in its first save begins anew with other random numbers",
         tests="tests/runs/test_preflight.py -k first_save",
     ),
+    Fault(
+        "trainer/training/checkpoint.py",
+        "if then and then.get(key) != now.get(key)",
+        "if False",
+        why="a run goes on with other versions or kernels than it was saved by, and nothing is said",
+        tests="tests/runs/test_verify.py -k other_ranks",
+    ),
 ]

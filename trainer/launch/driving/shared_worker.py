@@ -22,8 +22,8 @@ from trainer.errors import (
     EXIT_PAUSED,
     EXIT_PREEMPTED,
     ConfigError,
+    HeldError,
     LatheError,
-    ResumeError,
 )
 from trainer.files.atomic import read_json
 from trainer.launch.driving.runs import account_of, layout_of, prepared
@@ -169,8 +169,7 @@ class GuestDoor:
         stack = contextlib.ExitStack()
         try:
             member = self._open(name, token, stack)
-        # another process holds its folder, perhaps for a moment, or another worker computes it
-        except ResumeError as error:
+        except HeldError as error:  # perhaps for a moment, or another worker computes it
             stack.close()
             self._out(token, EXIT_PREEMPTED, error)
             return None
@@ -206,11 +205,8 @@ class GuestDoor:
         stack.callback(record.close)
         stack.enter_context(_failures(record))
         if on_main(lambda: kernels_differ(host.plan.folder, own.folder)):
-            raise ResumeError(f"{name} began with other kernels than {host.plan.id} computes by.")
-        try:
-            run = prepared(own, options)
-        except ResumeError as error:  # its rows or its base are others: nowhere does it go on
-            raise ConfigError(str(error)) from error
+            raise HeldError(f"{name} began with other kernels than {host.plan.id} computes by.")
+        run = prepared(own, options)
         leave = functools.partial(self._leave, name, token, record, stack)
         member = self.makes.member(run, record, lock, leave=leave)
         record.goodput.begin_steps()

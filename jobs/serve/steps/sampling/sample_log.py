@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs.serve.requests import Refusal
 from jobs.serve.steps.bodies import AskSample
-from trainer.errors import ResumeError
+from trainer.errors import HeldError
 from trainer.files.atomic import refusals
 from trainer.operations.records import RecordFiles, RecordPlace, RecordWriter
 
@@ -47,7 +47,7 @@ class SampleLog:
             for stem, files in self._files.items():
                 self._writers[stem] = RecordWriter(files)
                 self._writers[stem].begin(self._read(stem, files))
-        except ResumeError:
+        except HeldError:
             self.close()
             text = "Another server answers this sampler. Ask again."
             raise Refusal(503, text, code="overloaded", retry_after_s=2) from None
