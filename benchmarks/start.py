@@ -6,13 +6,16 @@
 Both sides read the same JSON lines, tokenise every row, hash every row, write the tokens to the
 disk and take one step of a tiny Llama, each in a process of its own with an empty cache, in turns.
 The opponent is lean: `load_dataset("json")`, `map(batched=True)` with a fast tokenizer, sha256 over
-the rows, `Trainer` with one step. --parts: only how long texts take to become tokens, against one
-batched call of the tokenizer for every thousand texts, in this process.
+the rows, `Trainer` with one step. Of conversations both learn the answers alone, in ChatML: the
+opponent writes it without a template, and encodes what is asked and what is answered by a batched
+call each. --parts: only how long rows take to become tokens, against the same calls for a thousand
+rows at once, in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import random
@@ -45,30 +48,49 @@ _DATA = {
     "texts": {"source": "files", "loss_on": "all"},
     "chat": {"source": "chat", "chat_template": "chatml"},
 }
+
+
+def pairs(conversations: list[Any]) -> tuple[list[str], list[str]]:
+    """What is asked and what is answered, in ChatML, of conversations of two turns."""
+    asked, told = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "{}<|im_end|>\n"
+    questions = [asked.format(turns[0]["content"]) for turns in conversations]
+    return questions, [told.format(turns[1]["content"]) for turns in conversations]
+
+
 OPPONENT = """
 import hashlib, json, sys
 from datasets import load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers import DataCollatorForLanguageModeling
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 folder, source, kind, limit, config = sys.argv[1:]
 limit = int(limit)
 tokenizer = AutoTokenizer.from_pretrained(source)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 files = f"{folder}/train.jsonl"
 rows = load_dataset("json", data_files=files, split="train", cache_dir=f"{folder}/hf")
-def text(messages):
-    return "".join(f"{one['role']}: {one['content']}\\n" for one in messages)
+def hashes(texts):
+    return [hashlib.sha256(one.encode()).hexdigest() for one in texts]
 def encode(batch):
-    texts = batch["text"] if kind == "texts" else [text(one) for one in batch["messages"]]
+    texts = batch["text"]
     ids = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=limit)["input_ids"]
-    return {"input_ids": ids, "hash": [hashlib.sha256(one.encode()).hexdigest() for one in texts]}
-encoded = rows.map(encode, batched=True, remove_columns=rows.column_names).remove_columns("hash")
+    return {"input_ids": ids, "hash": hashes(texts)}
+def encode_chat(batch):
+    asked, told = pairs(batch["messages"])
+    parts = [tokenizer(side, add_special_tokens=False)["input_ids"] for side in (asked, told)]
+    ids = [(one + other)[:limit] for one, other in zip(*parts)]
+    labels = [([-100] * len(one) + other)[:limit] for one, other in zip(*parts)]
+    texts = [one + other for one, other in zip(asked, told)]
+    return {"input_ids": ids, "labels": labels, "hash": hashes(texts)}
+is_chat = kind == "chat"
+how = dict(batched=True, remove_columns=rows.column_names)
+encoded = rows.map(encode_chat if is_chat else encode, **how).remove_columns("hash")
 own = json.loads(config)
 own.pop("model_type")
 model = LlamaForCausalLM(LlamaConfig(**own))
 arguments = TrainingArguments(f"{folder}/out", max_steps=1, per_device_train_batch_size=8,
     report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
-collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+of_texts, of_pairs = DataCollatorForLanguageModeling(tokenizer, mlm=False), DataCollatorForSeq2Seq
+collate = of_pairs(tokenizer) if is_chat else of_texts
 Trainer(model, arguments, train_dataset=encoded, data_collator=collate).train()
 """
 
@@ -129,6 +151,7 @@ def cpu_s(argv: list[str]) -> float:
 def tell_start(kind: str, folder: Path, tokenizer: str, rounds: int) -> None:
     """Print the CPU seconds of both sides, in turns."""
     config = json.dumps(BASE["config"])
+    program = "from typing import Any\n" + inspect.getsource(pairs) + OPPONENT
     own: list[float] = []
     theirs: list[float] = []
     for number in range(rounds):
@@ -137,7 +160,7 @@ def tell_start(kind: str, folder: Path, tokenizer: str, rounds: int) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             (Path(name) / "train.jsonl").symlink_to(folder / "train.jsonl")
             arguments = [name, tokenizer, kind, str(MAX_TOKENS), config]
-            theirs.append(cpu_s([sys.executable, "-c", OPPONENT, *arguments]))
+            theirs.append(cpu_s([sys.executable, "-c", program, *arguments]))
         ratio = own[-1] / theirs[-1]
         print(f"  {number + 1}: ours {own[-1]:.1f}, Trainer {theirs[-1]:.1f}, {ratio:.2f}")
     print(f"{kind}: least {min(own):.1f} / {min(theirs):.1f} CPU s = {min(own) / min(theirs):.2f}")
@@ -154,13 +177,18 @@ def tell_parts(kind: str, folder: Path, tokenizer: str, rounds: int) -> None:
     for _ in range(rounds):
         task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
         rows = list(task.rows("train"))
-        plain = [row.get("text") or " ".join(m["content"] for m in row["messages"]) for row in rows]
         began = time.process_time()
         for start in range(0, len(rows), 64):
             task.encode_rows(rows[start : start + 64])
         encoded = time.process_time()
-        for start in range(0, len(plain), 1000):
-            task.tokenizer(plain[start : start + 1000], add_special_tokens=False)
+        for start in range(0, len(rows), 1000):
+            some = rows[start : start + 1000]
+            if kind == "texts":
+                sides = [[row["text"] for row in some]]
+            else:
+                sides = pairs([row["messages"] for row in some])
+            for side in sides:
+                task.tokenizer(side, add_special_tokens=False)
         ratios.append((encoded - began) / (time.process_time() - encoded))
     print(f"{kind}: tokens {', '.join(f'{one:.2f}' for one in sorted(ratios))} of batched calls")
 
