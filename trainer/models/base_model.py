@@ -20,6 +20,7 @@ from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
 from trainer.models.frozen import fp8, quantized
 from trainer.models.lean import gated, liger
+from trainer.models.processor import products
 from trainer.models.weights import absent, config_file, generation_file, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
@@ -51,6 +52,7 @@ def load(
     a device that does not multiply such numbers.
     """
     masks.keep_masks_of_devices()
+    products.use(DTYPES[precision])
     if bits == "fp8" and (problem := fp8.problem_of(distributed.device())):
         raise ConfigError(problem)
     source = base_source.resolve(base, places)

@@ -24,6 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers.utils import import_utils
 
 from trainer.models.packed.replaced import replaced
+from trainer.models.processor import products
 from trainer.plan.memory.fake_values import run_with_twins
 from trainer.plan.memory.tracker import Tracker
 
@@ -209,6 +210,11 @@ class _Counted(TorchDispatchMode):
             (scales,), (of_weight,) = args[2], args[5]
             with self:
                 return _scaled_product(args[0], args[1], scales, of_weight, args[8])
+        name, named = products.BY_OPERATOR.get(func), kwargs or {}
+        if name and _where(args[0]).type == "cpu" and products.takes(name, args, named):
+            with self:
+                of_wide = products.operator(products.plain(name))
+                return products.by_way_of_32_bits(of_wide, name, args, named)
         out = run_with_twins(func, args, kwargs or {})
         self._tracker.see(out, func, args, kwargs)
         return out
@@ -268,6 +274,9 @@ def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
     """
     if name == FAKE_GPU:
         register()
+    else:
+        for dtype in products.lacking():
+            products.use(dtype)
     # transformers (5.23) reads the values of masks, to leave out masks that hide nothing; fake ones
     # have twins that answer
     values_are_known = replaced(import_utils, "is_fake_tensor", lambda x: False)

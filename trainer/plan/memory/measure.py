@@ -288,7 +288,10 @@ def _key(request: MeasureRequest, program: str) -> str:
         shapes.append(_shape_of(request.experiment["teacher"].get("base")))
     kernels: dict[str, bool] = {}
     if request.device == "cpu" and uses_cpu_kernels(os.environ):
+        from trainer.models.processor import products
+
         kernels["cpu_kernels"] = True
+        kernels["by_way_of_32_bits"] = bool(products.lacking())
     if request.device != "cpu" and uses_liger(os.environ):
         kernels["liger"] = True
     return digest({"program": program, "base": shapes, **kernels, **vars(request)})
