@@ -82,6 +82,7 @@ class Device:
     nbytes: int
     cublas_nbytes: int = LARGE_CUBLAS
     kept: float = 0.0  # KEPT of a processor
+    is_processor: bool = False
 
     def usable(self, world: int) -> int:
         """Bytes that torch's allocator can use: the memory without CUDA's context and, with several

@@ -14,12 +14,14 @@ from jobs.code.repository import MAX_WEIGHTS, WEIGHTS
 from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
+    OFFLOAD_OF_NOTHING,
     OPTIMIZER_ON_NVME,
     doubts_of,
     foreign_best,
     late_stop,
     long_warmup,
     no_base,
+    takes_nothing_away,
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.devices import count_and_name, device_of
@@ -101,6 +103,8 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = [*foreign_best(cfg), *own.problems(cfg.own_metrics, folder.path)]
+    if takes_nothing_away(vars(cfg.train)):
+        problems.append(OFFLOAD_OF_NOTHING)
     until = int(flags.get("until", "0"))
     if cfg.train.steps and until > cfg.train.steps:
         problems.append(late_stop(until, cfg.train.steps))

@@ -51,6 +51,7 @@ TINY = CAUSAL_LM_TINY
 REFUSED: list[tuple[dict[str, Any], list[str], Fault]] = [
     (vary(TINY, train={"steps": 4}), [], fault("warmup_too_long", warmup=10, steps=4)),
     (vary(TINY, train={"best": "loss"}), [], fault("best_not_of_validation", best="loss")),
+    (vary(TINY, train={"activation_offload": True}), [], fault("offload_of_nothing")),
     (vary(TINY, base="./no/folder"), [], fault("base_absent", base="./no/folder")),
     (vary(TINY, base="README.md/"), [], fault("base_absent", base="README.md/")),
     (vary(TINY, tokenizer="../no/tokenizer"), [], fault("tokenizer_nowhere", data="not given")),

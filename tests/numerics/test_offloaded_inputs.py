@@ -33,13 +33,17 @@ from tests.wording import refused, says
 from trainer import tasks
 from trainer.commands.plan import subject_for
 from trainer.config import auto, deepspeed_config
+from trainer.devices import GIB, Device
 from trainer.launch import preflight, start
 from trainer.models import recomputation
+from trainer.plan.forecast import forecast
 from trainer.plan.memory import fake_step
 from trainer.plan.memory.fake_device import PlannedInputs
 from trainer.plan.memory.measure import measuring
 from trainer.plan.memory.plan import make
 from trainer.plan.time.fastest import Way
+from trainer.plan.time.step_time import Cluster
+from trainer.plan.time.target import Target
 from trainer.training.run_plan import plan
 
 BLOCKS = 6
@@ -338,6 +342,31 @@ def test_a_plan_counts_them_on_the_host_and_not_on_the_device(tmp_path: Path) ->
     assert host - found["stays"][2] == on_host
 
 
+def _planned_on_processor(folder: Path) -> dict[str, list[Any]]:
+    device = Device("a processor", 8 * GIB, 0, is_processor=True)
+    target = Target(device, None, Cluster(1, 1))
+    found: dict[str, list[Any]] = {}
+    with measuring(fake_step.answer_all):
+        for name, more in {"stays": {}, "goes": {"activation_offload": True}}.items():
+            train = {"gradient_checkpointing": True, "precision": "bf16", **more}
+            values = experiment("causal_lm", folder, base=DEEP, train=train)
+            made = forecast(subject_for(values, options(folder), 1), target)
+            memory = made.memory
+            hosts = [stage.host for stage in made.advice.stages]
+            found[name] = [memory.peak.peak.total, memory.host, made.advice.largest_rows, hosts]
+            found[f"{name}, notes"] = memory.notes
+    return found
+
+
+def test_a_plan_of_a_processor_counts_them_where_they_are(tmp_path: Path) -> None:
+    """A processor is its own host, and nothing goes anywhere in its runs."""
+    found = run_alone(_planned_on_processor, write_facts(tmp_path))
+    assert found["goes"] == found["stays"]
+    assert found["stays, notes"] == []
+    (note,) = found["goes, notes"]
+    assert note == "on a processor train.activation_offload changes nothing"
+
+
 def test_the_fastest_way_without_blocks_computed_again_offloads_none(folder: Path) -> None:
     time: Any = None
     values = experiment("causal_lm", folder, train=OFFLOADED)
@@ -364,6 +393,14 @@ def test_without_blocks_that_are_computed_again_it_is_refused(
     task = tasks.load(planned.cfg, options(folder).places)
     with refused("offload_of_nothing"):
         preflight.refuse_early(planned, options(folder), task)
+
+
+def test_nothing_is_planned_that_a_run_would_refuse(folder: Path) -> None:
+    values = experiment("causal_lm", folder, train={"activation_offload": True})
+    with refused("offload_of_nothing"):
+        subject_for(values, options(folder), 1)
+    values["train"]["gradient_checkpointing"] = "auto"
+    assert subject_for(values, options(folder), 1).cfg.train.activation_offload
 
 
 def test_deepspeeds_own_key_is_refused_with_ours(folder: Path) -> None:

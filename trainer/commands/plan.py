@@ -199,9 +199,10 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
             "of ds_configs/, in which no devices share rows. Plan without --fastest."
         )
     world = target.cluster.world
+    planned = subject.of_processor() if target.device.is_processor else subject
     with measuring(answer_all):
         all_ways = ways(
-            subject,
+            planned,
             target.rates,
             target.cluster,
             usable=target.device.usable(world),
@@ -223,12 +224,15 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
 
 def subject_for(values: dict[str, Any], run_options: Options, world: int) -> Subject:
     """The subject of a plan, with the rows that a run would read."""
+    from trainer.config.mistakes import OFFLOAD_OF_NOTHING, takes_nothing_away
     from trainer.data.stream.store import is_streamed
     from trainer.data.token_store import store_of
     from trainer.plan.memory.subject import subject_of
     from trainer.training import run_plan
 
     checked = run_plan.plan(values, run_options, world=world, rank=0)
+    if takes_nothing_away(checked.values["train"]):  # as a run would refuse it
+        raise ConfigError(OFFLOAD_OF_NOTHING)
 
     def store(task: Task, split: str) -> TokenStore:
         if is_streamed(task):

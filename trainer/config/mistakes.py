@@ -29,6 +29,11 @@ OPTIMIZER_ON_NVME = (
     "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
     "there after every step. Offload to the CPU, or train without --survive."
 )
+OFFLOAD_OF_NOTHING = (
+    "train.activation_offload=true without train.gradient_checkpointing: it takes the inputs of "
+    "blocks that are computed again, and none is. Set gradient_checkpointing to true, or leave "
+    "activation_offload out."
+)
 # Keys of services by their form: Hugging Face, OpenAI and Anthropic, W&B since 2025, GitHub, AWS.
 _SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)[\w-]{32,}|wandb_v1_[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}"
@@ -39,6 +44,11 @@ _NO_SECRETS = (
     "A key of a service stands in no dictionary, for that is stored beside the run and shown. Set "
     "WANDB_API_KEY, HF_TOKEN, ... in the environment."
 )
+
+
+def takes_nothing_away(train: Mapping[str, Any]) -> bool:
+    """Whether the block `train` of a dictionary is one of OFFLOAD_OF_NOTHING."""
+    return bool(train.get("activation_offload")) and not train.get("gradient_checkpointing")
 
 
 def is_secret(text: str) -> bool:

@@ -21,7 +21,14 @@ import numpy as np
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.identity import base_id, teacher_id
-from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts_of, foreign_best, long_warmup
+from trainer.config.mistakes import (
+    OFFLOAD_OF_NOTHING,
+    OPTIMIZER_ON_NVME,
+    doubts_of,
+    foreign_best,
+    long_warmup,
+    takes_nothing_away,
+)
 from trainer.data import left_out
 from trainer.data.content import reader_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
@@ -300,12 +307,8 @@ def _of_offload(plan: RunPlan) -> Iterator[str]:
     train = plan.values["train"]
     if not train.get("activation_offload"):
         return
-    if not train.get("gradient_checkpointing"):
-        yield (
-            "train.activation_offload=true without train.gradient_checkpointing: it takes the "
-            "inputs of blocks that are computed again, and none is. Set gradient_checkpointing to "
-            "true, or leave activation_offload out."
-        )
+    if takes_nothing_away(train):
+        yield OFFLOAD_OF_NOTHING
     if os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native":
         yield (
             "train.activation_offload=true with DS_PIN_MEMORY_BACKEND=native: DeepSpeed's pinned "

@@ -83,7 +83,7 @@ class PreparedRun:
         tokens = chunk_tokens(plan.cfg)
         if tokens is not None:
             values = with_value(values, CHUNKS, tokens)
-        return Subject(
+        subject = Subject(
             values,
             plan.cfg,
             plan.ds,
@@ -94,6 +94,7 @@ class PreparedRun:
             self.longest_valid(),
             bool(self.questions),
         )
+        return subject if distributed.is_gpu() else subject.of_processor()
 
     def valid_sets(self) -> dict[str, ValidSet]:
         """What evaluations score besides the valid split, by "valid_NAME"."""
@@ -117,6 +118,8 @@ class PreparedRun:
         versions = {"torch": version("torch"), "transformers": version("transformers")}
         shards = [plan.sharding.world, plan.sharding.micro_batch, bool(self.questions)]
         shards += [train.frozen, train.gradient_checkpointing, chunk_tokens(plan.cfg)]
+        if train.activation_offload:
+            shards.append(distributed.is_gpu())  # a processor has nowhere to put inputs of blocks
         return digest(
             {"values": plan.values, "ds": plan.ds, "shards": shards, "device": target.name}
             | digests

@@ -53,6 +53,8 @@ def forecast(subject: Subject, target: Target) -> Forecast:
     device, rates = target.device, target.rates
     if subject.cfg.train.base_bits == "fp8" and device is not None:
         refuse_without_fp8(device.name)
+    if device is not None and device.is_processor:
+        subject = subject.of_processor()
     cublas = 0 if device is None else device.cublas_nbytes
     subject = choose_recomputation(subject, device)
     memory = make(subject, cublas=cublas)

@@ -175,6 +175,13 @@ FAULTS = [
         why="a run is planned with less than it needs",
         tests=f"{OFFLOADED} -k planned_store",
     ),
+    Fault(
+        "trainer/plan/forecast.py",
+        "if device is not None and device.is_processor:",
+        "if device is None:",
+        why="a processor is planned as if inputs of blocks went elsewhere",
+        tests=f"{OFFLOADED} -k plan_of_a_processor",
+    ),
     # Rows where they lie
     Fault(
         "trainer/models/packed/stock.py",

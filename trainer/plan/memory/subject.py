@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,19 @@ class Subject:
     @property
     def zero(self) -> Zero:
         return self.zero_of(self.ds)
+
+    def of_processor(self) -> Subject:
+        """The same on a processor, which is its own host: no input of a block goes anywhere."""
+        if not self.cfg.train.activation_offload:
+            return self
+        train = self.cfg.train.model_copy(update={"activation_offload": False})
+        note = "on a processor train.activation_offload changes nothing"
+        return replace(
+            self,
+            values=with_value(self.values, "train.activation_offload", False),
+            cfg=self.cfg.model_copy(update={"train": train}),
+            notes=[*self.notes, note],
+        )
 
     def zero_of(self, ds: dict[str, Any]) -> Zero:
         accumulates = self.sharding.accumulation > 1 or self.sharding.micro_tokens is not None

@@ -97,8 +97,10 @@ class Rates:
     def device(self) -> Device:
         """This device as a memory plan needs it."""
         # a GPU computes while its host launches; a processor is its own host
-        is_kept = not self.overlaps_launches and keeps_memory(os.environ)
-        return Device(self.name, self.nbytes, 0, kept=KEPT if is_kept else 0.0)
+        is_processor = not self.overlaps_launches
+        is_kept = is_processor and keeps_memory(os.environ)
+        more = {"is_processor": is_processor}
+        return Device(self.name, self.nbytes, 0, kept=KEPT if is_kept else 0.0, **more)
 
 
 def _on(curve: list[list[float]], size: float) -> float:
