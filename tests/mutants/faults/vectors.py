@@ -129,6 +129,15 @@ FAULTS = [
         tests=INDEX,
     ),
     Fault(
+        "trainer/retrieval/judging.py",
+        "    names = {query.id for query in queries} or None  # before --only: it adds no question\n"
+        "    queries = [query for query in queries if only is None or query.id in only]\n",
+        "    queries = [query for query in queries if only is None or query.id in only]\n"
+        "    names = {query.id for query in queries} or None\n",
+        why="ids of --only that no query has are measured",
+        tests="tests/unit/test_retrieval_commands.py -k only_takes",
+    ),
+    Fault(
         "trainer/retrieval/index_recall.py",
         "is_deep = depth <= self.depth and",
         "is_deep =",
