@@ -63,6 +63,32 @@ def test_a_negative_is_no_positive_nor_its_twin_and_holds_no_answer() -> None:
     ]
 
 
+def test_passages_of_titles_alone_are_told_apart_by_these() -> None:
+    texts = {"gold": "Rome", "twin": "Rome", "n0": "Paris", "n1": "Oslo"}
+    titles = {name: {"id": name, "title": text, "text": " "} for name, text in texts.items()}
+    (row,) = training_rows(
+        [run("twin", "n0", "gold", "n1")],
+        [QUERY],
+        titles,
+        positives={"q": ["gold"]},
+        window=RankRange(9),
+    )
+    assert [passage["docid"] for passage in row["negative_passages"]] == ["n0", "n1"]
+
+
+def test_a_positive_that_a_question_names_twice_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "queries.jsonl"
+    path.write_text('{"query_id": "q", "query": "where", "positive_passages": ["b", "a", "b"]}\n')
+    assert [query.positives for query in questions.queries(path)] == [["b", "a"]]
+
+
+def test_bm25_refuses_passages_without_a_word() -> None:
+    pytest.importorskip("bm25s", reason="the extra bm25 is not installed")
+    rows = [{"id": "a", "title": "", "text": "the of"}, {"id": "b", "title": "", "text": "?"}]
+    with refused("bm25_no_word", count=2):
+        bm25([QUERY], rows, depth=3)
+
+
 def test_negatives_come_out_of_the_window_of_ranks() -> None:
     assert negatives(run("n0", "n1", "gold", "n2", "n3", "n4"), first=2, last=5) == [
         "n1",

@@ -20,13 +20,14 @@ from typer.testing import CliRunner
 from tests import forked
 from tests.facts import experiment, facts, write_facts
 from tests.forked import TRAINER
-from tests.wording import Fault, fault, says
+from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
 from trainer.data.readers import retrieved
+from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Hit, read_run
 from trainer.protocol.abilities import Embeds
 from trainer.protocol.task import Places
@@ -389,6 +390,38 @@ def test_ids_of_only_that_nothing_has_are_noted(tmp_path: Path) -> None:
     assert found["recall@1"] == 1.0
     assert notes.counts == {UNKNOWN: 1}
     assert notes.first[0].place == "question 'Q2'"
+
+
+def test_only_takes_questions_away_and_adds_none(tmp_path: Path) -> None:
+    ranked = {"q1": [Hit("p1", 1.0)], "q2": [Hit("p1", 1.0)]}
+    (tmp_path / "qrels").write_text("q1 0 p1 1\nq2 0 p2 1\n")
+    queries = [Query("q1", "who", [], [])]
+    how: dict[str, Any] = {"passages": None, "at": [1]}
+    assert run_measures(ranked, queries, tmp_path / "qrels", only=None, **how)["recall@1"] == 1
+    with refused("qrels_of_others", path=str(tmp_path / "qrels"), question="q1"):
+        run_measures(ranked, queries, tmp_path / "qrels", only={"q2"}, **how)
+    with refused("only_of_others", count=1, id="Q1", question="q1"):
+        run_measures(ranked, queries, tmp_path / "qrels", only={"Q1"}, **how)
+    (tmp_path / "qrels").write_text("q1 0 p1 0\n")
+    with refused("qrels_of_others", question="q1"):
+        run_measures(ranked, [], tmp_path / "qrels", only=None, **how)
+
+
+@pytest.mark.parametrize("command", ["encode", "bm25"])
+def test_an_id_of_two_passages_is_refused_before_anything_is_made(
+    command: str, place: Place, tmp_path: Path
+) -> None:
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+    lines(corpus, [{"docid": "a", "text": "one word"}, {"docid": "a", "text": "two words"}])
+    flags = ["--passages", str(corpus), "--queries", place.path("queries.jsonl")]
+    argv = [*TRAINER, "bm25", *flags, "--out", str(out)]
+    if command == "encode":
+        argv = encoding(place, "passage", out=out)
+        argv[argv.index("--in") + 1] = str(corpus)
+    done = forked.run(*argv)
+    assert done.returncode == 2, done.stderr
+    says("id_of_two_texts", done.stderr, what="passages", id="a", text="two words")
+    assert not out.exists()
 
 
 def test_what_cannot_be_judged_is_refused(found: Place) -> None:

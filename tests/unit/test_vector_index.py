@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,8 @@ from tests.wording import refused
 from trainer.retrieval import vector_index
 from trainer.retrieval.embeddings import Embeddings
 from trainer.retrieval.exact_search import search
-from trainer.retrieval.index_recall import TARGET, Knob
+from trainer.retrieval.index_recall import TARGET, Knob, shares_found
+from trainer.retrieval.stored_forms import Form
 from trainer.retrieval.vector_index import IndexOptions, folder_of, open_index
 
 WIDTH = 8
@@ -202,6 +206,109 @@ def test_more_hits_than_passages_are_no_hits(corpus: Embeddings, tmp_path: Path)
     assert (hits.rows[:, 400:] == -1).all()
     assert np.isneginf(hits.scores[:, 400:]).all()
     assert index.setting.recall == 1
+
+
+@pytest.mark.parametrize("spec", ["Flat", "HNSW32", "IVF2,Flat"])
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_of_equal_passages_any_are_the_hits(spec: str, form: Form, tmp_path: Path) -> None:
+    have_faiss()
+    equal = np.repeat(PASSAGES[:10], 20, axis=0)[RNG.permutation(200)]
+    corpora = [write_vectors(tmp_path / "v", equal, form=form)]
+    index = open_index(wish(tmp_path / "i", spec), corpora, QUERIES)
+    assert index.setting.recall == 1
+    assert not any("warning" in line for line in index.lines(tmp_path / "i"))
+
+
+def test_a_passage_of_the_last_score_takes_the_place_of_one_such_hit_alone() -> None:
+    passages = [np.array([[3], [2], [1]], np.float32), np.array([[1], [1], [0]], np.float32)]
+    query = np.ones((1, 1), np.float32)
+    exact = search(query, passages, depth=3)
+    assert exact.rows.tolist() == [[0, 1, 2]]
+    for rows, share in (
+        ([0, 1, 4], 1),
+        ([1, 3, 4], 2 / 3),
+        ([0, 1, 5], 2 / 3),
+        ([3, 4, 5], 1 / 3),
+        ([0, -1, -1], 1 / 3),
+    ):
+        shares = shares_found(exact, np.array([rows]), query, passages)
+        assert shares == [pytest.approx(share)], rows
+
+
+def test_an_index_that_visits_everything_is_not_told_to_visit_more(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    index = open_index(wish(tmp_path / "i", "PCA2,IVF4,Flat"), [corpus], QUERIES)
+    assert index.setting.value == 4
+    assert any("Take another --faiss" in line for line in index.lines(tmp_path / "i"))
+    by_hand = open_index(wish(tmp_path / "i", "PCA2,IVF4,Flat", nprobe=1), [corpus], QUERIES)
+    assert any("Give a larger nprobe" in line for line in by_hand.lines(tmp_path / "i"))
+
+
+def test_a_second_search_waits_for_the_one_that_builds_and_builds_nothing(
+    corpus: Embeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, begun, may_end = tmp_path / "i", Event(), Event()
+    waiting, builds = Event(), list[int]()
+    measured, say = vector_index.measure, vector_index.logger.info
+
+    def measure(*arguments: Any, **how: Any) -> Any:
+        builds.append(1)
+        begun.set()
+        assert may_end.wait(60)
+        return measured(*arguments, **how)
+
+    def info(message: str, *arguments: object) -> None:
+        say(message, *arguments)
+        if "waiting" in message:
+            waiting.set()
+
+    monkeypatch.setattr(vector_index, "measure", measure)
+    monkeypatch.setattr(vector_index.logger, "info", info)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(open_index, wish(folder), [corpus], QUERIES)
+            assert begun.wait(60)
+            second = pool.submit(open_index, wish(folder), [corpus], QUERIES)
+            assert waiting.wait(60)
+        finally:
+            may_end.set()
+        assert first.result().record == second.result().record
+    assert len(builds) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "v"]
+
+
+def test_a_search_reads_the_index_that_another_one_puts_in_place_meanwhile(
+    corpus: Embeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = tmp_path / "i", vector_index._load
+    open_index(wish(folder), [corpus], QUERIES)
+
+    def load(place: Path, record: Any) -> Any:
+        monkeypatch.setattr(vector_index, "_load", read)
+        for path in place.iterdir():
+            path.unlink()
+        open_index(wish(place, depth=20), [corpus], QUERIES)
+        path = place / record.file.name
+        path.rename(place / "index-999.faiss")
+        text = (place / "index.json").read_text().replace(record.file.name, "index-999.faiss")
+        (place / "index.json").write_text(text)
+        return read(place, record)
+
+    monkeypatch.setattr(vector_index, "_load", load)
+    assert open_index(wish(folder), [corpus], QUERIES).record.file.name == "index-999.faiss"
+
+
+def test_what_faiss_cannot_do_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    have_faiss()
+    few = [write_vectors(tmp_path / "few", PASSAGES[:60])]
+    for spec in ("IDMap,Flat", "NSG8", "IVF0,Flat"):
+        with refused("faiss_cannot", index=spec):
+            open_index(wish(tmp_path / "i", spec), few, QUERIES)
+    for spec in ("HNSW0", "HNSW1", "IVF4_HNSW1,Flat", "NSG1"):  # FAISS crashes, or never ends
+        with refused("faiss_no_graph", index=spec):
+            open_index(wish(tmp_path / "i", spec), few, QUERIES)
+    assert [path.name for path in tmp_path.iterdir()] == ["few"]
 
 
 def test_what_cannot_be_built_is_refused_before_a_file_is_written(

@@ -108,6 +108,7 @@ def encode(
     """
     from trainer.commands.vectors.forms import writer_of
     from trainer.data import left_out
+    from trainer.data.readers.passages import distinct_passages
     from trainer.evaluation.run import Question, open_model
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
@@ -131,7 +132,8 @@ def encode(
     def read() -> list[Any]:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
         with left_out.one_reading(str(source), strict=strict):
-            return list(embeddings.digest_of(_rows(source, side, split)))
+            rows = distinct_passages(source) if side == "passage" else _rows(source, side, split)
+            return list(embeddings.digest_of(rows))
 
     texts, count = on_main(read)
     rows = shard_rows or writer.store.shard_rows(count, distributed.world())
@@ -188,7 +190,7 @@ def bm25(
     questions = list(read_queries(queries, split))
     write_run(
         out,
-        negatives.bm25(questions, corpora.passages(passages), depth=depth),
+        negatives.bm25(questions, corpora.distinct_passages(passages), depth=depth),
         run_format,
         _BM25,
     )

@@ -103,17 +103,18 @@ def training_rows(
     """Tevatron's training rows: query_id, query, answers, positive_passages, and negative_passages
     out of the window of every run (in_turn).
 
-    A negative is a hit in a window that is no positive, has no positive's text, and holds no answer
-    (see RankRange). Where there are more than window.count, a sample is taken that depends
-    on seed and question alone, in the order of the ranking. Questions without a positive or without
-    any negative are left out, and noted. DataError when no question remains.
+    A negative is a hit in a window that is no positive, has no positive's text (or title, where the
+    text is blank), and holds no answer (see RankRange). Where there are more than window.count, a
+    sample is taken that depends on seed and question alone, in the order of the ranking. Questions
+    without a positive or without any negative are left out, and noted. DataError when no question
+    remains.
     """
     finder, hits, num_rows = AnswerFinder(passages), in_turn(runs, window), 0
     for query in queries:
         relevant = positives[query.id]
-        texts = {passages[name]["text"] for name in relevant}
+        texts = {_content(passages[name]) for name in relevant}
         ids = [hit.passage for hit in hits.get(query.id, []) if hit.passage not in relevant]
-        negatives = [name for name in ids if passages[name]["text"] not in texts]
+        negatives = [name for name in ids if _content(passages[name]) not in texts]
         if not window.may_have_answer and query.answers:
             answering = finder.having(query.answers, negatives)
             negatives = [name for name in negatives if name not in answering]
@@ -137,6 +138,13 @@ def training_rows(
             "no question has a positive and a negative. Give --qrels, another --first and --last "
             "(of a run that is as deep), or --keep_answers."
         )
+
+
+def _content(passage: Row) -> str:
+    """What tells a passage from its twins: titles differ where a text is copied, but they are all
+    that passages without a text have.
+    """
+    return passage["text"] if passage["text"].strip() else passage["title"]
 
 
 def _tevatron(passage: Row) -> Row:
@@ -181,7 +189,8 @@ def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Ra
     Lucene's form, English stop words).
 
     Passages without a word of the question are no hits; equal scores stand in the order of
-    `passages`. ConfigError when the extra is not installed.
+    `passages`. ConfigError when the extra is not installed, DataError for passages without any
+    word.
     """
     bm25s = extra("bm25s", "bm25")
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # after the import, which sets it to DEBUG
@@ -189,8 +198,14 @@ def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Ra
     for passage in passages:
         ids.append(passage["id"])
         texts.append(f"{passage['title']} {passage['text']}".strip())
+    tokens = bm25s.tokenize(texts, show_progress=False)
+    if not any(tokens.vocab):
+        raise DataError(
+            f"the {len(texts)} passages hold no word of two letters or more that is no English "
+            "stop word, and BM25 finds by those alone. Search by vectors instead."
+        )
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    index.index(tokens, show_progress=False)
     words = bm25s.tokenize([query.text for query in queries], return_ids=False, show_progress=False)
     rankings: Rankings = {}
     for query, of_query in zip(queries, words, strict=True):

@@ -3,6 +3,7 @@
 index-<n>.faiss  the index of n vectors, as faiss.read_index reads it
 index.json       what it is an index of, its checksum, and what it finds of an exact search's hits;
                  written after the index, so that a killed search leaves the one before
+.NAME.lock       beside the folder: held by the one search that builds, grows or measures it
 
 An index finds more of the best passages the more of it a question visits: efSearch of HNSW, nprobe
 of IVF. This number is chosen by measurement: the least of a doubling series whose recall, less its
@@ -17,12 +18,14 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import aside, read_json, refusals, sha256_of, write_json
@@ -39,6 +42,7 @@ ADD_ROWS = 65_536  # vectors that are fp32 in memory at a time
 POINTS_OF_A_LIST = 256  # FAISS's k-means takes at most so many vectors for each centre
 LARGEST_EF = 2**14  # of efSearch in the series
 _RECORD = "index.json"
+_NO_GRAPH = re.compile(r"(HNSW|NSG)0*[01](?!\d)")  # FAISS 1.15 does not survive it
 
 
 @dataclass(frozen=True)
@@ -118,31 +122,65 @@ def open_index(
     empty = _empty(options.spec, queries.shape[1])
     knob = _knob(empty, sum(corpus.plan.count for corpus in corpora))
     _check_knob(options, knob)
-    record = _read(options.folder)
-    if record is not None:
-        _refuse_other(options, record, corpora)
-    index = empty if record is None else _load(options.folder, record)
-    missing = corpora[0 if record is None else len(record.parts) :]
-    _grow(options.spec, index, missing)
     value = None if options.wish is None else options.wish[1]
     if knob is not None and value is not None:
         value = knob.effective(value, options.depth)
-    asks: Any = {"depth": options.depth, "value": value, "questions": len(queries)}
-    is_measured = record is not None and not missing and record.recall.covers(**asks)
-    if record is None or not is_measured:
-        vectors = [block for corpus in corpora for block in corpus.vectors]
-        recall = measure(
-            _searcher(index, knob), vectors, queries, depth=options.depth, knob=knob, wish=value
-        )
-        parts = [IndexPart(str(one.folder), one.digest, one.plan.count) for one in corpora]
-        file = _write(options.folder, index) if missing or record is None else record.file
-        name = None if knob is None else knob.name
-        record = IndexRecord(corpora[0].plan.model, options.spec, name, parts, file, recall)
-        write_json(options.folder / _RECORD, asdict(record))
-        _delete_others(options.folder, file.name)
+
+    def is_complete(record: IndexRecord | None) -> bool:
+        """Whether the record says all that this search wants to know."""
+        if record is None or len(record.parts) < len(corpora):
+            return False
+        return record.recall.covers(depth=options.depth, value=value, questions=len(queries))
+
+    record = _record_for(options, corpora)
+    index = _loaded(options.folder, record) if record is not None and is_complete(record) else None
+    if record is None or index is None:
+        with _alone(options.folder):
+            record = _record_for(options, corpora)  # another search may have written it meanwhile
+            index = empty if record is None else _load(options.folder, record)
+            if record is None or not is_complete(record):
+                work = _Work(options, corpora, queries, knob, value)
+                record = work.completed(index, record)
     setting = record.recall.setting(value)
     _set(index, knob, setting.value)
     return VectorIndex(record, setting, index)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What an index is built, grown or measured for."""
+
+    options: IndexOptions
+    corpora: Sequence[Embeddings]
+    queries: np.ndarray  # (Q, D)
+    knob: Knob | None
+    value: int | None  # of the knob, set by hand
+
+    def completed(self, index: Any, record: IndexRecord | None) -> IndexRecord:
+        """The record of the index of all corpora, to which the missing ones are added here. Both
+        are written.
+
+        record: what `index` holds; None: nothing.
+        """
+        options, corpora = self.options, self.corpora
+        missing = corpora[0 if record is None else len(record.parts) :]
+        with _refusals_of_faiss(options.spec):
+            _grow(options.spec, index, missing)
+            recall = measure(
+                _searcher(index, self.knob),
+                [block for corpus in corpora for block in corpus.vectors],
+                self.queries,
+                depth=options.depth,
+                knob=self.knob,
+                wish=self.value,
+            )
+        parts = [IndexPart(str(one.folder), one.digest, one.plan.count) for one in corpora]
+        file = _write(options.folder, index) if missing or record is None else record.file
+        name = None if self.knob is None else self.knob.name
+        made = IndexRecord(corpora[0].plan.model, options.spec, name, parts, file, recall)
+        write_json(options.folder / _RECORD, asdict(made))
+        _delete_others(options.folder, file.name)
+        return made
 
 
 def verify(folder: Path) -> None:
@@ -163,8 +201,27 @@ def _faiss() -> Any:
     return extra("faiss", "faiss")
 
 
+@contextmanager
+def _refusals_of_faiss(spec: str) -> Iterator[None]:
+    """ConfigError for what FAISS cannot do with these vectors (too few for a graph, an index that
+    takes ids of its own).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--faiss {spec}: FAISS makes no such index of these vectors ({error}). Try Flat or "
+            "HNSW32."
+        ) from error
+
+
 def _empty(spec: str, width: int) -> Any:
     faiss = _faiss()
+    if _NO_GRAPH.search(spec):
+        raise ConfigError(
+            f"--faiss {spec}: a graph of less than 2 links for each vector leads nowhere, and "
+            "FAISS crashes of it. Want more, as HNSW32 has."
+        )
     try:
         return faiss.index_factory(width, spec, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -259,6 +316,46 @@ def _read(folder: Path) -> IndexRecord | None:
         return IndexRecord(**values, parts=parts, file=file, recall=recall)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _torn(folder, f"{_RECORD}: {error!r}") from error
+
+
+def _record_for(options: IndexOptions, corpora: Sequence[Embeddings]) -> IndexRecord | None:
+    """What index.json says; None where there is none. ConfigError when it is of others."""
+    record = _read(options.folder)
+    if record is not None:
+        _refuse_other(options, record, corpora)
+    return record
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, no other search builds, grows or measures the index: it waits until this one ends."""
+    path = folder.resolve()
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    with refusals(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("%s: another search is at work on this index; waiting for it", folder)
+            lock.acquire(timeout=-1)
+    try:
+        yield
+    finally:
+        # who waits for it sees that the file has no name any more, and makes another one
+        path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+        lock.release()
+
+
+def _loaded(folder: Path, record: IndexRecord) -> Any:
+    """The index that a record tells of; None when another search has put a larger one in its place
+    meanwhile.
+    """
+    try:
+        return _load(folder, record)
+    except DataError:
+        if _read(folder) == record:
+            raise
+        return None
 
 
 def _load(folder: Path, record: IndexRecord) -> Any:

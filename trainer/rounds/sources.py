@@ -6,19 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from trainer.config.formats.layouts import TEVATRON
 from trainer.data.formats.held_out import PLACES, place_of_row
-from trainer.data.formats.json_text import preview
-from trainer.data.readers.passages import passages, passages_with_ids
+from trainer.data.readers.passages import distinct_passages, passages, passages_with_ids
 from trainer.data.readers.questions import queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.errors import ConfigError, DataError
@@ -90,21 +86,11 @@ class Corpus:
         """DataError for an id that two passages have, and for one of `needed` that none has. It
         reads every passage, and holds 8 bytes of each.
         """
-        absent, hashes = set(needed), array("q")
-        for row in self.rows():
+        absent = set(needed)
+        for row in distinct_passages(self.path):
             absent.discard(row["id"])
-            hashes.append(hash(row["id"]))
         if absent:
             self.texts(needed)  # which names one of them
-        values, counts = np.unique(np.asarray(hashes), return_counts=True)
-        candidates, seen = {*values[counts > 1].tolist()}, set[str]()
-        for row in self.rows() if candidates else ():
-            if hash(row["id"]) in candidates and row["id"] in seen:
-                raise DataError(
-                    f"{self.path}: two passages have the id {row['id']!r}, one of them "
-                    f"{preview(row['text'])}. Give every passage an id of its own."
-                )
-            seen.update([row["id"]] if hash(row["id"]) in candidates else [])
 
     @cached_property
     def digest_and_count(self) -> tuple[str, int]:

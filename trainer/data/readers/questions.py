@@ -72,7 +72,7 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         for one in [values] if isinstance(values, dict) else values or ():
             passage = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
             positives.append(fields.column_identity(passage, place, key))
-        yield Query(name, text, fields.answers(raw, place), positives)
+        yield Query(name, text, fields.answers(raw, place), [*dict.fromkeys(positives)])
     if not ids:
         of_split = f" whose split is {' or '.join(names)}" if names else ""
         raise DataError(
