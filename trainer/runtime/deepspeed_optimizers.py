@@ -5,6 +5,8 @@ what it will do.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -206,3 +208,45 @@ def forget_old_orders(engine: Any) -> None:
         invalidate()
 
     coordinator._invalidate_trace = forgetting
+
+
+@contextmanager
+def without_mlflow() -> Iterator[None]:
+    """Inside, DeepSpeed is imported as where MLflow is not installed: 1.6 s, for its autotuner
+    alone (deepspeed 0.19.8, autotuning/autotuner.py). MLflow can be imported behind it.
+    """
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon without torch's compiler, which takes 3 s. Every ZeRO optimizer of
+    DeepSpeed asks whether it is one (deepspeed 0.19.8), and its module decorates functions by
+    torch.compile. Here they are compiled when they are first called.
+    """
+    from deepspeed.runtime import compiler
+
+    stock = compiler.compile
+    compiler.compile = lambda: functools.partial(_compiled_when_called, stock)
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = stock
+
+
+def _compiled_when_called(
+    compiler: Callable[[], Callable[..., Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: compiler()(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call

@@ -10,12 +10,14 @@ import importlib
 import traceback
 from typing import Any
 
-import deepspeed
-
 from trainer.errors import LatheError
 from trainer.runtime import distributed
+from trainer.runtime.deepspeed_optimizers import without_mlflow
 from trainer.survival import lifeline
 from trainer.survival.lifeline import PeerLost
+
+with without_mlflow():
+    import deepspeed
 
 
 def is_peer_lost(error: Exception) -> bool:

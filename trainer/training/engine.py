@@ -26,7 +26,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 # old names.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)")
 
-import deepspeed  # noqa: E402
+from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
+
+with mended.without_mlflow():
+    import deepspeed
+
 from deepspeed.runtime.activation_checkpointing import offload_activations  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
@@ -39,7 +43,6 @@ from trainer.models.optimizers.rates import (  # noqa: E402
     shape_of,
 )
 from trainer.models.optimizers.standstill import Standstill  # noqa: E402
-from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
 from trainer.runtime.host_memory import give_back_excess, returned_at_once  # noqa: E402
@@ -139,6 +142,7 @@ def _initialize(
     """DeepSpeed's engine around a model and the optimizer of its trained parameters."""
     # a rank that loads for long must not abort the others' first exchange
     distributed.wait_for_all()
+    mended.import_muon()
     # bf16 at stage 1 prints 15 lines of memory, whatever the log level
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(

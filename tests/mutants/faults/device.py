@@ -97,4 +97,32 @@ FAULTS = [
         why="ranks that do not fill a node divide weights among ranks that are not there",
         tests="tests/unit/test_deepspeed_config.py -k secondary",
     ),
+    Fault(
+        "trainer/models/processor/products.py",
+        "if any(one.dtype != dtype for one in tensors):",
+        "if False:",
+        why="a product of numbers of two dtypes comes out where torch refuses it",
+        tests="tests/unit/test_wide_products.py",
+    ),
+    Fault(
+        "trainer/models/processor/products.py",
+        "widened.add(dtype)",
+        "pass",
+        why="a processor without instructions for bf16 takes up to 60 times as long for a product",
+        tests="tests/unit/test_wide_products.py",
+    ),
+    Fault(
+        "trainer/plan/memory/fake_device.py",
+        'if name and _where(args[0]).type == "cpu" and products.takes(name, args, named):',
+        "if False:",
+        why="a plan of a processor counts no copies in fp32 of numbers of 16 bits",
+        tests="tests/unit/test_wide_products.py -k plan",
+    ),
+    Fault(
+        "trainer/runtime/deepspeed_optimizers.py",
+        "compiler.compile = lambda: functools.partial(_compiled_when_called, stock)",
+        "pass",
+        why="every start of a run imports torch's compiler, 3 s, for a Muon that nobody uses",
+        tests="tests/unit/test_deepspeed_imports.py",
+    ),
 ]
