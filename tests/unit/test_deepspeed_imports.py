@@ -19,7 +19,6 @@ _ENGINE = f"""
 import sys
 from trainer.training import engine
 assert sys.modules.get("mlflow", 1) is not None, "it can be imported behind DeepSpeed"
-engine.mended.import_muon()
 from deepspeed.runtime.zero.muon import muon_optimizer
 print([name for name in {_HEAVY} if name in sys.modules])
 """
@@ -44,8 +43,8 @@ def test_muon_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatc
     name = "deepspeed.runtime.zero.muon.original_muon"
     for loaded in [one for one in sys.modules if one == name]:
         monkeypatch.delitem(sys.modules, loaded)
-    mended.import_muon()
-    module = import_module(name)
+    with mended.compiled_when_called(import_module("deepspeed.runtime.compiler")):
+        module = import_module(name)
     monkeypatch.setitem(sys.modules, name, module)
     assert compiled == []
     function = module.zeropower_via_newtonschulz5

@@ -48,6 +48,7 @@ VOCABULARIES = (_TOKENIZER_FILE, "spiece.model", "tokenizer.model", "vocab.json"
 # normalisation gives it: one ligature of 3 bytes becomes 18 letters of 33.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
 _MERGES = {"vocab.json", "merges.txt"}  # of a byte-level BPE, as GPT-2's was published
+_ids_of_tokenizers: dict[bytes, str] = {}  # by a digest of what they are made of
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that say nothing
 
 
@@ -209,14 +210,17 @@ def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
     The backend's truncation and padding are left out: they are switched by the last call and say
     nothing about content.
     """
-    content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    content |= {
-        "truncation": None,
-        "padding": None,
-        "bos": _id_of(tokenizer, "bos"),
-        "eos": _id_of(tokenizer, "eos"),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text, ends = (
+        tokenizer.backend_tokenizer.to_str(),
+        [_id_of(tokenizer, n) for n in ("bos", "eos")],
+    )
+    key = hashlib.sha256(f"{ends}{text}".encode()).digest()
+    if key not in _ids_of_tokenizers:  # to read the text takes as long as to encode 2,000 rows
+        content: dict[str, Any] = json.loads(text)
+        content |= {"truncation": None, "padding": None, "bos": ends[0], "eos": ends[1]}
+        plain = json.dumps(content, sort_keys=True).encode()
+        _ids_of_tokenizers[key] = hashlib.sha256(plain).hexdigest()
+    return _ids_of_tokenizers[key]
 
 
 def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:

@@ -5,7 +5,6 @@ what it will do.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -225,17 +224,16 @@ def without_mlflow() -> Iterator[None]:
         del sys.modules["mlflow"]
 
 
-def import_muon() -> None:
-    """Import DeepSpeed's Muon without torch's compiler, which takes 3 s. Every ZeRO optimizer of
-    DeepSpeed asks whether it is one (deepspeed 0.19.8), and its module decorates functions by
-    torch.compile. Here they are compiled when they are first called.
+@contextmanager
+def compiled_when_called(compiler: Any) -> Iterator[None]:
+    """Inside, what DeepSpeed decorates by its `compiler` (deepspeed.runtime.compiler) is compiled
+    when it is first called: torch.compile imports inductor, 3 s, for a Muon that every ZeRO
+    optimizer of DeepSpeed 0.19.8 imports to ask whether it is one.
     """
-    from deepspeed.runtime import compiler
-
     stock = compiler.compile
     compiler.compile = lambda: functools.partial(_compiled_when_called, stock)
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+        yield
     finally:
         compiler.compile = stock
 

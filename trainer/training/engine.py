@@ -31,6 +31,7 @@ from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 with mended.without_mlflow():
     import deepspeed
 
+from deepspeed.runtime import compiler  # noqa: E402
 from deepspeed.runtime.activation_checkpointing import offload_activations  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
@@ -58,6 +59,9 @@ from trainer.training.optimizer_state import (  # noqa: E402
 if TYPE_CHECKING:
     from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
+
+with mended.compiled_when_called(compiler):
+    import deepspeed.runtime.zero.muon.original_muon
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +146,6 @@ def _initialize(
     """DeepSpeed's engine around a model and the optimizer of its trained parameters."""
     # a rank that loads for long must not abort the others' first exchange
     distributed.wait_for_all()
-    mended.import_muon()
     # bf16 at stage 1 prints 15 lines of memory, whatever the log level
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
