@@ -56,9 +56,6 @@ WAYS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "bmm": lambda _, left, right: left @ right,
     "bmm.out": _into(torch.bmm),
     "baddbmm": lambda total, left, right: torch.baddbmm(total, left, right, alpha=0.5),
-    "baddbmm.out": lambda total, left, right: torch.baddbmm(
-        total, left, right, out=torch.empty_like(total)
-    ),
     "baddbmm_": _in_place("baddbmm_", alpha=0.5),
 }
 
@@ -107,15 +104,22 @@ def test_gradients_of_a_layer_and_of_attention_are_those_of_32_bits(dtype: torch
         torch.testing.assert_close(one.float(), want, rtol=0, atol=3e-2)
 
 
+def test_a_torch_without_onednn_has_its_loops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a Mac, which does not have oneDNN's questions either."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert products.lacking() == {torch.bfloat16, torch.float16}
+
+
 def test_only_numbers_of_this_dtype_are_widened_and_not_where_the_kernels_are_off(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, left, right = _operands("mm", dtype)
     seen: list[str] = []
 
-    def noted(call: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def noted(name: str, args: Any, kwargs: Any) -> Tensor:
         seen.append(name)
-        return call(*args, **kwargs)
+        return products.product(name, args, kwargs)
 
     monkeypatch.setattr(products, "by_way_of_32_bits", noted)
     torch.mm(left, right)

@@ -99,8 +99,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/processor/products.py",
-        "if any(one.dtype != dtype for one in tensors):",
-        "if False:",
+        "and all(one.dtype == left.dtype for one in tensors)",
+        "and True",
         why="a product of numbers of two dtypes comes out where torch refuses it",
         tests="tests/unit/test_wide_products.py",
     ),

@@ -8,6 +8,7 @@ multiplied in fp32 and the result is rounded once, which is nearer to the exact 
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,17 @@ from torch import Tensor
 
 from trainer.switches import uses_cpu_kernels
 
-# The operators that modules, their backward passes, and compiled blocks call on a processor.
+# The operators that modules, their backward passes, and compiled blocks call on a processor; all
+# but baddbmm.out, by which the products of all others are computed here.
 NAMES = (
-    *("mm", "mm.out", "bmm", "bmm.out"),
-    *("addmm", "addmm.out", "addmm_", "baddbmm", "baddbmm.out", "baddbmm_"),
+    *("mm", "mm.out", "addmm", "addmm.out", "addmm_"),
+    *("bmm", "bmm.out", "baddbmm", "baddbmm_"),
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
+# Up to so many rows against a transposed weight torch's own loop is as fast: it reads half as much.
+FEW_ROWS = 3
+_libraries: list[torch.library.Library] = []
+widened: set[torch.dtype] = set()  # dtypes that this process multiplies by way of 32 bits
 
 
 def operator(name: str) -> Any:
@@ -33,23 +39,23 @@ def operator(name: str) -> Any:
 
 
 BY_OPERATOR: dict[Any, str] = {operator(name): name for name in NAMES}
-# Up to so many rows against a transposed weight torch's own loop is as fast: it reads half as much.
-FEW_ROWS = 3
-_libraries: list[torch.library.Library] = []
-widened: set[torch.dtype] = set()  # dtypes that this process multiplies by way of 32 bits
 
 
 def use(dtype: torch.dtype) -> None:
     """From now on this process multiplies such numbers by way of 32 bits, where the processor has
     no instructions for them. LATHE_CPU_KERNELS=0 leaves it to torch.
     """
-    if dtype in lacking():
+    if dtype in lacking() and uses_cpu_kernels(os.environ):
         widened.add(dtype)
         _take_over()
 
 
 def lacking() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes that this processor has no instructions for."""
+    """The 16-bit dtypes that torch multiplies by its own loops here: all of them where it was built
+    without oneDNN, else those that oneDNN finds no instructions for.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return frozenset((torch.bfloat16, torch.float16))
     ops: Any = torch.ops.mkldnn
     has = {
         torch.bfloat16: ops._is_mkldnn_bf16_supported(),
@@ -59,51 +65,81 @@ def lacking() -> frozenset[torch.dtype]:
 
 
 def takes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator of NAMES with these arguments is computed by way of 32 bits. name: of
-    the operator without "aten::" and, where it has no other overload, without ".default".
-    """
+    """Whether an operator of NAMES with these arguments is computed by way of 32 bits."""
     dtype = args[0].dtype
     if dtype not in widened or not uses_cpu_kernels(os.environ):
         return False
     if name.startswith("_"):  # attention: its logarithms of sums have 32 bits
         return True
+    left, right = _factors(name, args)
+    return is_product(name, args, kwargs) and (
+        left.dim() > 2 or len(left) > FEW_ROWS or right.stride(0) != 1
+    )
+
+
+def is_product(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operands fit each other, and have one dtype; torch refuses others."""
+    left, right = _factors(name, args)
     tensors = [value for value in (*args, kwargs.get("out")) if isinstance(value, Tensor)]
-    if any(one.dtype != dtype for one in tensors):
-        return False  # torch refuses it
-    if name.startswith(("mm", "addmm")):
-        left, right = args[:2] if name.startswith("mm") else args[1:3]
-        return len(left) > FEW_ROWS or right.stride(0) != 1
-    return True
+    wanted = 3 if "bmm" in name else 2
+    return (
+        left.dim() == right.dim() == wanted
+        and left.shape[-1] == right.shape[-2]
+        and left.shape[:-2] == right.shape[:-2]
+        and all(one.dtype == left.dtype for one in tensors)
+    )
 
 
-def by_way_of_32_bits(
-    call: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """What the operator gives, computed in fp32 and rounded once to the dtype of its arguments.
-
-    call: computes an operator of NAMES without an overload, out of its arguments.
-    """
+def by_way_of_32_bits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the operator gives, computed in fp32 and rounded once to the dtype of its arguments."""
     dtype = args[0].dtype
     wide = [_wide(value, dtype) for value in args]
     named = {key: _wide(value, dtype) for key, value in kwargs.items() if key != "out"}
-    result = call(*wide, **named)
-    if isinstance(result, tuple):  # gradients of queries, keys and values
-        return tuple(one.to(dtype) for one in result)
+    if name.startswith("_"):
+        call = _of_torch.get(name) or operator(name)  # a plan has the operator alone
+        return tuple(one.to(dtype) for one in call(*wide, **named))
+    return _placed(name, args, kwargs, product(name, wide, named))
+
+
+def product(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """What the operator gives, in a tensor of its own, without Python's lock while it multiplies:
+    other threads write a saved state and tell that this process lives.
+    """
+    left, right = _factors(name, args)
+    is_one = left.dim() == 2
+    if is_one:
+        left, right = left[None], right[None]
+    result = left.new_empty(len(left), left.shape[1], right.shape[2])
+    how: dict[str, Any] = {"beta": 0}
+    total = result
+    if name.startswith(("addmm", "baddbmm")):
+        total, how = args[0], {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
+    torch.baddbmm(total, left, right, out=result, **how)
+    return result[0] if is_one else result
+
+
+def _factors(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    left, right = args[1:3] if name.startswith(("addmm", "baddbmm")) else args[:2]
+    return left, right
+
+
+def _placed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
+    """The result where the operator puts it, in the dtype of its arguments."""
     target = kwargs.get("out") if name.endswith(".out") else args[0] if name[-1] == "_" else None
     if target is None:
-        return result.to(dtype)
+        return result.to(args[0].dtype)
     if target.shape != result.shape:
         target.resize_(result.shape)
     return target.copy_(result)
 
 
-def plain(name: str) -> str:
-    """The operator that gives the same without a place for its result: "addmm_" is of "addmm"."""
-    return name.removesuffix(".out").rstrip("_")
-
-
 def _wide(value: Any, dtype: torch.dtype) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == dtype else value
+
+
+_of_torch: dict[str, Callable[..., Any]] = {}  # kernels of NAMES, which are replaced
+    str, Callable[..., Any]
+] = {}  # torch's own kernels of NAMES, once they are replaced
 
 
 def _take_over() -> None:
@@ -111,22 +147,21 @@ def _take_over() -> None:
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
-    warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel", UserWarning)
-    of_torch = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in NAMES}
-    for name, kernel in of_torch.items():
-        own = _operator(name, kernel, of_torch[plain(name)])
-        library.impl(name, own, "CPU", with_keyset=True, allow_override=True)
+    keys = torch._C._dispatch_keys(torch.empty(0))
+    for name in NAMES:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+        _of_torch[name] = functools.partial(kernel.call_boxed, keys)
+    with warnings.catch_warnings():  # that a kernel of torch is replaced
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name in NAMES:
+            library.impl(name, functools.partial(_operator, name), "CPU", allow_override=True)
     _libraries.append(library)
 
 
-def _operator(name: str, kernel: Any, kernel_of_plain: Any) -> Callable[..., Any]:
-    def own(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not takes(name, args, kwargs):
-            return kernel.call_boxed(keys, *args, **kwargs)
-
-        def call(*wide: Any, **named: Any) -> Any:
-            return kernel_of_plain.call_boxed(keys, *wide, **named)
-
-        return by_way_of_32_bits(call, name, args, kwargs)
-
-    return own
+def _operator(name: str, *args: Any, **kwargs: Any) -> Any:
+    if takes(name, args, kwargs):
+        return by_way_of_32_bits(name, args, kwargs)
+    is_wide = not name.startswith("_") and args[0].dtype == torch.float32
+    if is_wide and is_product(name, args, kwargs):
+        return _placed(name, args, kwargs, product(name, args, kwargs))
+    return _of_torch[name](*args, **kwargs)

@@ -213,8 +213,7 @@ class _Counted(TorchDispatchMode):
         name, named = products.BY_OPERATOR.get(func), kwargs or {}
         if name and _where(args[0]).type == "cpu" and products.takes(name, args, named):
             with self:
-                of_wide = products.operator(products.plain(name))
-                return products.by_way_of_32_bits(of_wide, name, args, named)
+                return products.by_way_of_32_bits(name, args, named)
         out = run_with_twins(func, args, kwargs or {})
         self._tracker.see(out, func, args, kwargs)
         return out
