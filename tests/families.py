@@ -454,7 +454,7 @@ def read_again(values: dict[str, Any], folder: Path, export: Path) -> None:
 # The plan of memory
 # --------------------------------------------------------------------------------------------------
 
-_LIMITS: dict[str, dict[str, Any]] = {
+LIMITS: dict[str, dict[str, Any]] = {
     "cross_attention": {"decoder_tokens": 192, "context_tokens": 192},
     "causal_lm": {"max_tokens": 256},
     "vera": {"max_tokens": 96},
@@ -477,7 +477,7 @@ class TaskStep:
 
     @cached_property
     def _task(self) -> Any:
-        limits = _LIMITS[self.task.partition(", ")[0]]
+        limits = LIMITS[self.task.partition(", ")[0]]
         values: Any = experiment_on(self.task, self.name, self.folder, data=limits)
         values["base"]["config"] = wider(values["base"]["config"])
         return tasks.load(

@@ -25,7 +25,7 @@ from trainer.launch import preflight
 from trainer.launch.origin import going_on
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
-from trainer.plan.memory.measure import with_value
+from trainer.plan.memory.measure import switched, with_value
 from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 from trainer.plan.memory.subject import Subject
 from trainer.runtime import distributed, rng
@@ -120,8 +120,10 @@ class PreparedRun:
         shards += [train.frozen, train.gradient_checkpointing, chunk_tokens(plan.cfg)]
         if train.activation_offload:
             shards.append(distributed.is_gpu())  # a processor has nowhere to put inputs of blocks
+        kernels = "fakegpu" if distributed.is_gpu() else "cpu"
         return digest(
             {"values": plan.values, "ds": plan.ds, "shards": shards, "device": target.name}
+            | {"kernels": kernels, **switched(kernels)}
             | digests
             | versions
         )

@@ -182,6 +182,34 @@ FAULTS = [
         why="a processor is planned as if inputs of blocks went elsewhere",
         tests=f"{OFFLOADED} -k plan_of_a_processor",
     ),
+    Fault(
+        "trainer/plan/memory/subject.py",
+        'planned = replace(self, kernels="cpu")',
+        "planned = self",
+        why="a processor is planned with a GPU's kernels, and given too little memory",
+        tests="tests/unit/test_plan_of_a_processor.py",
+    ),
+    Fault(
+        "trainer/plan/memory/subject.py",
+        "device=self.kernels,",
+        "",
+        why="a processor is planned with a GPU's kernels, and given too little memory",
+        tests="tests/unit/test_plan_of_a_processor.py",
+    ),
+    Fault(
+        "trainer/launch/prepare.py",
+        '| {"kernels": kernels, **switched(kernels)}',
+        "",
+        why="a run that moves to a processor keeps the memory plan of a GPU's kernels",
+        tests="tests/unit/test_plan_of_a_processor.py -k planned_again_elsewhere",
+    ),
+    Fault(
+        "trainer/plan/memory/fake_step.py",
+        "register()  # torch",
+        "# torch",
+        why="no step of a GPU can be planned behind one of a processor",
+        tests="tests/numerics/test_memory_plan_processor.py",
+    ),
     # Rows where they lie
     Fault(
         "trainer/models/packed/stock.py",

@@ -138,8 +138,6 @@ def _wide(value: Any, dtype: torch.dtype) -> Any:
 
 
 _of_torch: dict[str, Callable[..., Any]] = {}  # kernels of NAMES, which are replaced
-    str, Callable[..., Any]
-] = {}  # torch's own kernels of NAMES, once they are replaced
 
 
 def _take_over() -> None:

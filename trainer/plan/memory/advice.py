@@ -21,7 +21,6 @@ from trainer.plan.memory.deepspeed_terms import Breakdown, Zero, host, training
 from trainer.plan.memory.measure import (
     TRAINING,
     Measured,
-    MeasureRequest,
     MeasuringError,
     measure,
     scale_to_rows,
@@ -31,6 +30,7 @@ from trainer.plan.memory.planned_rows import Specimens, binding_limit, training_
 
 if TYPE_CHECKING:
     from trainer.devices import Device
+    from trainer.plan.memory.measure import MeasureRequest
     from trainer.plan.memory.plan import Basis, MemoryPlan
     from trainer.plan.memory.subject import Subject
 
@@ -227,8 +227,7 @@ def _shorter(
             specimens[number % len(specimens)].encoded_rows([0], is_drawn=True)[0]
             for number in range(count)
         ]
-        request = MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates)
-        requests.append((f"{key} {shorter}", request))
+        requests.append((f"{key} {shorter}", subject.request("train", rows, values)))
     return requests
 
 

@@ -33,7 +33,7 @@ from trainer.plan.memory.tracker import Tracker
 T = TypeVar("T")
 
 FAKE_GPU = "fakegpu"
-# cpu: what the CPU's kernels allocate, to compare with real runs
+# cpu: what a processor's kernels allocate
 DeviceName = Literal["fakegpu", "cpu"]
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # widest head that the flash kernel takes

@@ -45,11 +45,13 @@ def answer_all(requests: TextIO, answers: TextIO) -> None:
     """Answer requests, a line each, until they end."""
     import torch
 
+    from trainer.plan.memory.fake_device import register
     from trainer.protocol.task import Places
 
     # In a fork torch creates its pool of threads again at the first use. When two threads of a
     # backward pass use it first at the same time, one finds none, and the process is aborted.
     torch.set_num_threads(1)  # fake tensors compute nothing
+    register()  # torch counts devices once, at the first backward pass, which may be a processor's
     for line in requests:
         job = json.loads(line)
         folders = {

@@ -39,6 +39,7 @@ _SHOWN_LINES = 12  # of the error output of a failed process
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
 TEACHING = "teacher's pass"  # the first one, of a run that learns from a teacher
 Kind = Literal["train", "evaluate", "answer", "teach"]
+Kernels = Literal["fakegpu", "cpu"]  # those of a GPU, or of a processor
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class MeasureRequest:
     raw: list[dict[str, Any]] = field(default_factory=list)  # the same as text, for answers
     answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
     accumulates: bool = False  # a second micro-batch of the same rows follows
-    device: Literal["fakegpu", "cpu"] = "fakegpu"  # whose kernels are taken
+    device: Kernels = "fakegpu"  # whose kernels are taken
     # for predictions of time: where a processor takes rows one by one, one row stands for a group
     # of rows of similar length
     groups_rows: bool = False
@@ -286,15 +287,21 @@ def _key(request: MeasureRequest, program: str) -> str:
     shapes = [_shape_of(request.experiment.get("base"))]
     if request.kind == "teach":
         shapes.append(_shape_of(request.experiment["teacher"].get("base")))
+    kernels = switched(request.device)
+    return digest({"program": program, "base": shapes, **kernels, **vars(request)})
+
+
+def switched(device: Kernels) -> dict[str, bool]:
+    """What the environment switches on of the kernels that a step on this device takes."""
     kernels: dict[str, bool] = {}
-    if request.device == "cpu" and uses_cpu_kernels(os.environ):
+    if device == "cpu" and uses_cpu_kernels(os.environ):
         from trainer.models.processor import products
 
         kernels["cpu_kernels"] = True
         kernels["by_way_of_32_bits"] = bool(products.lacking())
-    if request.device != "cpu" and uses_liger(os.environ):
+    if device != "cpu" and uses_liger(os.environ):
         kernels["liger"] = True
-    return digest({"program": program, "base": shapes, **kernels, **vars(request)})
+    return kernels
 
 
 def _shape_of(base: Any) -> str:

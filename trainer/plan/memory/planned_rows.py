@@ -20,12 +20,12 @@ from trainer.data.order import (
     sizes_of,
     windows_of_ranks,
 )
-from trainer.plan.memory.measure import Kind, MeasureRequest
 from trainer.protocol.abilities import Answers, question_of
 from trainer.protocol.task import DRAW, EPOCH, STEP, Task
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.plan.memory.measure import Kind, MeasureRequest
     from trainer.plan.memory.subject import Subject
 
 # Answers of so many tokens are generated and measured; memory is linear in the number of tokens.
@@ -183,9 +183,7 @@ def binding_limit(task: Task) -> tuple[str, int] | None:
 
 def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
     """The request to measure the evaluation of these rows, or the generation of their answers."""
-    encoded = rows.encoded_rows(numbers, is_drawn=False)
-    sharing = subject.sharding.sharing if kind == "evaluate" else 1
-    return MeasureRequest(subject.values, kind, encoded, sharing=sharing)
+    return subject.request(kind, rows.encoded_rows(numbers, is_drawn=False))
 
 
 def first_read(subject: Subject, *, batch: int) -> tuple[RowsByNumber, np.ndarray]:

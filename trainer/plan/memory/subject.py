@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import hub
 from trainer.models import base_source
 from trainer.plan.memory.deepspeed_terms import Zero
-from trainer.plan.memory.measure import MeasureRequest, with_value
+from trainer.plan.memory.measure import Kernels, Kind, MeasureRequest, with_value
 from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows, epochs_of
 from trainer.protocol.abilities import refuse_sharing
 
@@ -45,19 +45,23 @@ class Subject:
     valid: RowsByNumber
     answers: bool  # summaries or answers are generated in evaluation
     notes: list[str] = field(default_factory=list)  # assumptions of the plan
+    kernels: Kernels = "fakegpu"  # with which every step is measured
 
     @property
     def zero(self) -> Zero:
         return self.zero_of(self.ds)
 
     def of_processor(self) -> Subject:
-        """The same on a processor, which is its own host: no input of a block goes anywhere."""
+        """The same on a processor: its steps take a processor's kernels, and no input of a block
+        goes anywhere, for it is its own host.
+        """
+        planned = replace(self, kernels="cpu")
         if not self.cfg.train.activation_offload:
-            return self
+            return planned
         train = self.cfg.train.model_copy(update={"activation_offload": False})
         note = "on a processor train.activation_offload changes nothing"
         return replace(
-            self,
+            planned,
             values=with_value(self.values, "train.activation_offload", False),
             cfg=self.cfg.model_copy(update={"train": train}),
             notes=[*self.notes, note],
@@ -93,13 +97,19 @@ class Subject:
         """The request to measure a training step over these rows. values: another dictionary than
         the subject's.
         """
-        rows = self.train.encoded_rows(numbers, is_drawn=True)
+        return self.request("train", self.train.encoded_rows(numbers, is_drawn=True), values)
+
+    def request(
+        self, kind: Kind, rows: list[dict[str, list[int]]], values: dict[str, Any] | None = None
+    ) -> MeasureRequest:
+        """The request to measure one step over these encoded rows. values: as above."""
         return MeasureRequest(
             values or self.values,
-            "train",
+            kind,
             rows,
-            accumulates=self.zero.accumulates,
-            sharing=self.sharding.sharing,
+            accumulates=kind == "train" and self.zero.accumulates,
+            device=self.kernels,
+            sharing=self.sharding.sharing if kind in ("train", "evaluate") else 1,
         )
 
 
