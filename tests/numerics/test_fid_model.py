@@ -95,7 +95,7 @@ GRADIENTS = {"what": "gradients of states", "depth": 2 * DEPTH, "margin": 0.4, "
 STEP: dict[str, Any] = {"depth": DEPTH, "loss": 0.15, "gradients": 1.2}
 LOSSES = {"what": "loss", "depth": DEPTH, "margin": STEP["loss"]}
 SCORES = {"what": "passage scores", "depth": DEPTH, "margin": 0.7}
-ANSWER_SCORES = {"what": "scores of answers", "depth": 12 * DEPTH, "margin": 0.08}
+ANSWER_SCORES = {"what": "scores of answers", "depth": 12 * DEPTH, "margin": 0.1}
 
 
 def reader(
