@@ -210,10 +210,8 @@ def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
     The backend's truncation and padding are left out: they are switched by the last call and say
     nothing about content.
     """
-    text, ends = (
-        tokenizer.backend_tokenizer.to_str(),
-        [_id_of(tokenizer, n) for n in ("bos", "eos")],
-    )
+    text = tokenizer.backend_tokenizer.to_str()
+    ends = [_id_of(tokenizer, name) for name in ("bos", "eos")]
     key = hashlib.sha256(f"{ends}{text}".encode()).digest()
     if key not in _ids_of_tokenizers:  # to read the text takes as long as to encode 2,000 rows
         content: dict[str, Any] = json.loads(text)
