@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.models.processor import products
 from trainer.plan.memory.fake_device import fake_device
+from trainer.plan.memory.tracker import forwards_in
 from trainer.plan.time.blocks import whole
 from trainer.switches import CPU_KERNELS
 
@@ -155,4 +156,6 @@ def test_a_plan_counts_the_widened_copies(
             device.tracker.restart()
             layer(torch.empty(8, size, dtype=dtype)).sum().backward()
             most.append(max(one.activations for one in device.tracker.moments))
+            ran = forwards_in(device.tracker.parts())[0].operators
+            assert {one.kind for one in ran if one.flops} == {"matmul"}
     assert most[0] - most[1] >= 4 * size * size, "the weight in fp32"

@@ -48,7 +48,8 @@ class Operator(NamedTuple):
     @property
     def kind(self) -> str:
         """The part of a step's time that it counts to: attention, matmul or memory."""
-        if self.is_fused or self.name in _OF_ATTENTION:
+        is_layer = self.name == "baddbmm" and self.sides[0] == 1  # models/processor/products.py
+        if self.is_fused or (self.name in _OF_ATTENTION and not is_layer):
             return "attention"
         return "matmul" if self.flops else "memory"
 
