@@ -28,6 +28,7 @@ NAMES = (
 )
 # Up to so many rows against a transposed weight torch's own loop is as fast: it reads half as much.
 FEW_ROWS = 3
+FEW_MULTIPLICATIONS = 2**24  # of fp32: less than a millisecond, for which no thread waits
 _libraries: list[torch.library.Library] = []
 widened: set[torch.dtype] = set()  # dtypes that this process multiplies by way of 32 bits
 
@@ -159,7 +160,12 @@ def _take_over() -> None:
 def _operator(name: str, *args: Any, **kwargs: Any) -> Any:
     if takes(name, args, kwargs):
         return by_way_of_32_bits(name, args, kwargs)
-    is_wide = not name.startswith("_") and args[0].dtype == torch.float32
-    if is_wide and is_product(name, args, kwargs):
+    is_long = not name.startswith("_") and _multiplications(name, args) > FEW_MULTIPLICATIONS
+    if is_long and args[0].dtype == torch.float32 and is_product(name, args, kwargs):
         return _placed(name, args, kwargs, product(name, args, kwargs))
-    return _of_torch[name](*args, **kwargs)
+    return _of_torch[name](*args, **kwargs)  # it holds Python's lock
+
+
+def _multiplications(name: str, args: Sequence[Any]) -> int:
+    left, right = _factors(name, args)
+    return left.numel() * (right.shape[-1] if right.dim() else 0)
