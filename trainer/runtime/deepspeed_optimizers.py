@@ -212,7 +212,7 @@ def forget_old_orders(engine: Any) -> None:
 @contextmanager
 def without_mlflow() -> Iterator[None]:
     """Inside, DeepSpeed is imported as where MLflow is not installed: 1.6 s, for its autotuner
-    alone (deepspeed 0.19.8, autotuning/autotuner.py). MLflow can be imported behind it.
+    alone (deepspeed 0.19.8, deepspeed.autotuning). MLflow can be imported behind it.
     """
     if "mlflow" in sys.modules:
         yield
