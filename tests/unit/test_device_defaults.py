@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.facts import experiment, write_facts
 from tests.fake_cuda import install
@@ -18,6 +19,7 @@ from tests.forked import ROOT, TRAINVAL, run
 from tests.ranks import run_alone
 from tests.wording import refused
 from trainer import switches
+from trainer.models.processor import products
 from trainer.runtime import device_defaults
 from trainer.runtime.device_defaults import DeviceDefaults
 
@@ -146,6 +148,9 @@ print(held() - before)
     return float(told.stdout)
 
 
+@pytest.mark.skipif(
+    torch.bfloat16 in products.lacking(), reason="oneDNN multiplies no bf16 on this processor"
+)
 def test_products_of_many_lengths_do_not_let_a_processor_run_out_of_memory() -> None:
     grown = run_alone(_after_many_lengths, True)
     assert grown < 150, "oneDNN keeps a product, and its memory, for every number of tokens"
