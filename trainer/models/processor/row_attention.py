@@ -193,6 +193,8 @@ class _Fused(torch.autograd.Function):
 
         if _is_one(pieces, q, k):
             mixed, log_sums_MH1 = map(_stream, of_piece(pieces[0]))
+            # no view: blocks would be compiled anew for the shape of what it is a view of
+            mixed = mixed.data
         else:
             wide = torch.promote_types(q.dtype, torch.float32)
             mixed, log_sums_MH1 = q.new_empty(q.shape), q.new_empty(*q.shape[:2], 1, dtype=wide)
