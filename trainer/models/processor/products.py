@@ -97,8 +97,7 @@ def by_way_of_32_bits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     wide = [_wide(value, dtype) for value in args]
     named = {key: _wide(value, dtype) for key, value in kwargs.items() if key != "out"}
     if name.startswith("_"):
-        call = _of_torch.get(name) or operator(name)  # a plan has the operator alone
-        return tuple(one.to(dtype) for one in call(*wide, **named))
+        return tuple(one.to(dtype) for one in operator(name)(*wide, **named))
     return _placed(name, args, kwargs, product(name, wide, named))
 
 
