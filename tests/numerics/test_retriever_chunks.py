@@ -162,7 +162,7 @@ def _begun_and_gone_on(folder: Path) -> tuple[dict[int, int], list[tuple[int, li
     distributed.init()
     values = _auto(folder)
     with measuring(fake_step.answer_all):
-        subject = subject_for(values, options(folder), 1)
+        subject = subject_for(values, options(folder), 1).of_processor()  # as the run plans it
         peaks = {
             tokens: make(
                 replace(
